@@ -1,0 +1,47 @@
+"""SGLang plugin that counts which event fences the scheduler, a step at a time.
+
+Put this folder on PYTHONPATH and set FENCE_PROBE_OUT to a file. Works on the
+unpatched release too, where every step is "coarse" (the whole forward stream).
+"""
+
+import json
+import os
+from collections import Counter
+
+_FLUSH_EVERY = 32
+_counts: Counter = Counter()
+
+
+def _fence(worker) -> str:
+    runner = worker.last_shared_read_runner
+    if runner.shared_read_done_event is None:
+        return "coarse"
+    if runner is worker.target_worker.model_runner:
+        return "target"
+    return "draft"
+
+
+def _count(original, worker, batch, *args, **kwargs):
+    mode = "prefill" if batch.forward_mode.is_extend() else "decode"
+    if batch.forward_mode.is_idle():
+        mode = "idle"
+    result = original(worker, batch, *args, **kwargs)
+    _counts[f"{mode}:{_fence(worker)}"] += 1
+    if sum(_counts.values()) % _FLUSH_EVERY == 0 or mode == "prefill":
+        path = os.environ["FENCE_PROBE_OUT"]
+        with open(path + ".tmp", "w") as f:
+            json.dump(_counts, f)
+        os.replace(path + ".tmp", path)
+    return result
+
+
+def install():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if os.environ.get("FENCE_PROBE_OUT"):
+        HookRegistry.register(
+            "sglang.srt.speculative.multi_layer_eagle_worker_v2"
+            ".MultiLayerEagleWorkerV2.forward_batch_generation",
+            _count,
+            HookType.AROUND,
+        )

@@ -1,0 +1,50 @@
+"""The opt-in staging capability of attention backends, off by default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class AttentionBackend:
+    def draft_extend_metadata_captured_in_graph(self) -> bool: ...
+
+    # Opt in when stage_draft_extend_metadata can do all of this backend's
+    # DRAFT_EXTEND_V2 reads of the scheduler-shared mappings (request -> KV slot,
+    # full -> SWA slot, request -> conv slot) ahead of the draft graph.
+    supports_draft_extend_metadata_staging: bool = False
+
+    def enable_draft_extend_metadata_staging(self) -> bool:
+        """Ask, before any capture, that the draft graphs leave the mapping reads
+        to :py:meth:`stage_draft_extend_metadata`.
+
+        True commits both sides: the backend records none of those reads, and
+        the runner stages ahead of every replay. False (the default) keeps them
+        in the graph; a backend may support staging only as a wrapper's child
+        and still answer False here.
+        """
+        return False
+
+    def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Do one DRAFT_EXTEND_V2 replay's reads of the shared mappings.
+
+        Called on the forward stream, once per step and draft depth, normally
+        ahead of the target's verify graph; the draft graph replays later on the
+        same stream. The runner records it into a CUDA graph per batch size, so
+        the body must be recordable: static shapes, no host sync, no allocation.
+
+        ``forward_batch`` views the runner's static buffers for the padded batch
+        (``batch_size`` rows, padded ones with request slot 0):
+        ``req_pool_indices`` ``[bs]`` int64, ``seq_lens`` ``[bs]`` int32 (lengths
+        after the draft extend's writes), ``extend_seq_lens`` ``[bs]`` int32 and
+        ``out_cache_loc`` ``[bs * tokens_per_req]`` int64. None of them depends
+        on the verify result.
+
+        May write only this backend's own buffers, and of those only what its
+        draft-extend graph reads. Afterwards the scheduler may rewrite the
+        mappings at any time: nothing on the draft-extend path may read them
+        again.
+        """
+        raise NotImplementedError()

@@ -37,8 +37,9 @@ def main():
     probe_out = tempfile.mktemp(suffix=".json")
     os.environ["FENCE_PROBE_OUT"] = probe_out
 
-    import sglang
     import torch
+
+    import sglang
 
     from inkling_mtp_staging.tiny_inkling import write_config
 

@@ -1,0 +1,42 @@
+"""SGLang plugin: one log line at server start that tells whether the edits are applied."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+
+from inkling_mtp_staging.bases import sha256
+from inkling_mtp_staging.state import APPLIED, load_state, undone
+from inkling_mtp_staging.tree import base_of, find_package, read_edited_files
+
+logger = logging.getLogger(__name__)
+_HOW = "run `inkling-mtp-staging apply`"
+
+
+def report() -> None:
+    """Log the state of the installed package. Changes nothing and never raises."""
+    # SGLang loads plugins in every worker process; the launcher's line is enough.
+    if multiprocessing.parent_process() is not None:
+        return
+    try:
+        line = _describe()
+    except Exception as error:
+        line = f"state unknown ({error})"
+    # SGLang loads plugins before it configures logging, when INFO is still dropped.
+    level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
+    logger.log(level, "Inkling MTP staging edits: %s", " ".join(line.split()))
+
+
+def _describe() -> str:
+    package = find_package()
+    contents = read_edited_files(package)
+    state = load_state(package)
+    base = base_of(package, undone(state, contents))
+    digests = {path: sha256(content) for path, content in contents.items()}
+    if digests == base.sha256:
+        return f"not applied to sglang {base.version}; {_HOW}"
+    if state is not None and state.phase == APPLIED:
+        composed = {path: file.composed_sha256 for path, file in state.files.items()}
+        if digests == composed:
+            return f"applied to sglang {base.version}"
+    return f"not applied, and sglang {base.version}'s files are modified; {_HOW}"

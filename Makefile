@@ -5,13 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV := $(shell command -v uv || echo .tools/bin/uv)
-SOURCES := $(wildcard python test benchmark)
+SOURCES := $(wildcard python test benchmark demo)
 
 .PHONY: demo test lint clean
 
 demo: $(STAMP)
 	$(BIN)/inkling-mtp-staging apply
-	$(BIN)/python -m inkling_mtp_staging.demo
+	$(BIN)/python demo/run.py
 
 test: $(STAMP)
 	$(BIN)/inkling-mtp-staging apply

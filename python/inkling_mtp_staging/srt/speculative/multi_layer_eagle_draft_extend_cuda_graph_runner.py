@@ -16,6 +16,8 @@ from inkling_mtp_staging.edit import after, before
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+logger = ...
+
 
 @triton.jit(do_not_specialize=["raw_bs"])
 def _stage_draft_extend_window_kernel(
@@ -153,6 +155,10 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             with torch.cuda.graph(graph):
                 self._read_mappings(bs)
             self._staging_graphs[bs] = graph
+        logger.info(
+            "Draft-extend metadata of all %d depths is staged before verify.",
+            len(self.staged_backends),
+        )
 
     def _read_mappings(self, bs: int):
         for backend in self.staged_backends:

@@ -1,0 +1,473 @@
+"""Take one guard out of the composed sources at a time: its tests must notice.
+
+A mutation names the edited module, the source text that makes up the guard and what
+stands there instead, and the tests of which each must fail then. All of them pass on
+the sources as they are, and nearly all fail on the release without the edits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from inkling_mtp_staging.compose import compose_all
+from inkling_mtp_staging.install import pristine_sources
+
+pytestmark = [
+    # One process runs all mutants before the first test reports.
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the tests run kernels in the interpreter"
+    ),
+]
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "registered" / "unit" / "speculative"
+
+WORKER = "srt/speculative/multi_layer_eagle_worker_v2.py"
+RUNNER = "srt/speculative/multi_layer_eagle_draft_extend_cuda_graph_runner.py"
+SCONV = "srt/layers/attention/linear/inkling_sconv_backend.py"
+FLASH = "srt/layers/attention/flashattention_backend.py"
+
+_FENCE = "test_multi_layer_eagle_shared_read_fence"
+_STAGING = "test_draft_extend_metadata_staging"
+FENCE = f"{_FENCE}.TestSharedReadFence"
+DECISION = f"{_FENCE}.TestStagingDecision"
+STEP = f"{_FENCE}.TestStagedStep"
+PLAN = f"{_FENCE}.TestPlanStream"
+CAPABILITY = f"{_STAGING}.TestCapability"
+BUFFERS = f"{_STAGING}.TestStagedBuffers"
+COMPOSITE = f"{_STAGING}.TestComposite"
+GRAPHS = f"{_STAGING}.TestDraftGraphs"
+POISON = f"{_STAGING}.TestPoisonedStep"
+COMMIT = f"{_STAGING}.TestConvCommit"
+
+# Where the commit falls back to what the release always does.
+AS_RELEASED = {
+    f"{COMMIT}.test_pdmux_looks_the_slots_up",
+    f"{COMMIT}.test_a_translating_pool_looks_the_slots_up",
+    f"{COMMIT}.test_more_requests_than_the_slot_buffer_holds",
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    path: str
+    changes: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...]
+
+    def apply(self, source: str) -> str:
+        for guard, instead in self.changes:
+            assert source.count(guard) == 1, (
+                f"{self.name}: {self.path} has {source.count(guard)} times: {guard}"
+            )
+            source = source.replace(guard, instead)
+        return source
+
+
+def mutation(name: str, path: str, guard: str, instead: str, *tests: str) -> Mutation:
+    return Mutation(name, path, ((guard, instead),), tests)
+
+
+MUTATIONS = [
+    # which event fences the scheduler
+    mutation(
+        "the target's event outlives its step",
+        WORKER,
+        "        self._target_worker.model_runner.shared_read_done_event = None\n",
+        "",
+        f"{FENCE}.test_a_marker_left_behind_fences_no_step_whose_verify_is_eager",
+        f"{FENCE}.test_the_scheduler_reads_every_step",
+        f"{FENCE}.test_the_scheduler_reads_only_the_last_step",
+    ),
+    mutation(
+        "the drafts' events outlive their step",
+        WORKER,
+        "            runner.shared_read_done_event = None\n",
+        "            pass\n",
+        f"{FENCE}.test_a_draft_event_left_behind_fences_no_eager_step",
+        f"{FENCE}.test_events_on_earlier_depths_do_not_outlive_their_step",
+        f"{FENCE}.test_the_scheduler_reads_only_the_last_step",
+    ),
+    mutation(
+        "a staged step's fence outlives it",
+        WORKER,
+        "            runner.shared_read_done_event = None\n"
+        "        self._shared_read_runner = draft_runners[-1]\n",
+        "            runner.shared_read_done_event = None\n",
+        f"{FENCE}.test_named_sequences",
+        f"{FENCE}.test_long_random_sequences",
+    ),
+    mutation(
+        "the target fences without staging",
+        WORKER,
+        "if staged and target_graph_replayed and draft_graph_replayed:",
+        "if target_graph_replayed and draft_graph_replayed:",
+        f"{FENCE}.test_each_kind_of_step",
+        f"{STEP}.test_an_unstaged_step_fences_on_the_final_draft",
+    ),
+    mutation(
+        "the target fences without its graph",
+        WORKER,
+        "if staged and target_graph_replayed and draft_graph_replayed:",
+        "if staged and draft_graph_replayed:",
+        f"{FENCE}.test_each_kind_of_step",
+    ),
+    mutation(
+        "a target without graphs is asked for its marker",
+        WORKER,
+        "            and graph_runner is not None\n",
+        "",
+        f"{FENCE}.test_a_target_without_graphs_never_fences",
+    ),
+    mutation(
+        "the target fences without the draft graph",
+        WORKER,
+        "if staged and target_graph_replayed and draft_graph_replayed:",
+        "if staged and target_graph_replayed:",
+        f"{FENCE}.test_each_kind_of_step",
+    ),
+    mutation(
+        "any event of the target fences",
+        WORKER,
+        "            and target.shared_read_done_event\n"
+        "            is graph_runner.in_graph_metadata_prep_done\n",
+        "",
+        f"{FENCE}.test_each_kind_of_step",
+    ),
+    Mutation(
+        "staged behind verify",
+        WORKER,
+        (
+            ("            self.draft_worker.stage_draft_extend(batch)\n", ""),
+            (
+                "            batch_output = self.verify(batch,",
+                "            verified_batch = batch\n"
+                "            batch_output = self.verify(batch,",
+            ),
+            (
+                "            # Publish before draft_extend so the fence is at verify-end.",
+                "            self.draft_worker.stage_draft_extend(verified_batch)\n"
+                "            # Publish before draft_extend so the fence is at verify-end.",
+            ),
+        ),
+        (
+            f"{FENCE}.test_the_step_is_staged_between_draft_and_verify",
+            f"{POISON}.test_page_size_16",
+        ),
+    ),
+    # what one step leaves to the next
+    mutation(
+        "the staged window outlives its step",
+        WORKER,
+        "        self._staged_window = None\n        if runner:\n",
+        "        if runner:\n",
+        f"{FENCE}.test_the_scheduler_reads_every_step",
+        f"{DECISION}.test_idle_is_never_staged",
+        f"{PLAN}.test_an_unstaged_step_computes_the_window_itself",
+    ),
+    mutation(
+        "the staged batch outlives its step",
+        WORKER,
+        "            runner.drop_staged()\n",
+        "            pass\n",
+        f"{DECISION}.test_idle_is_never_staged",
+        f"{STEP}.test_what_an_eager_draft_extend_left_staged_is_not_used",
+        f"{STEP}.test_a_failed_step_leaves_nothing_staged",
+    ),
+    mutation(
+        "the staged batch outlives its replay",
+        RUNNER,
+        "            self._staging_graphs[self.bs].replay()\n"
+        "        self._staged_raw_bs = None\n",
+        "            self._staging_graphs[self.bs].replay()\n",
+        f"{COMPOSITE}.test_a_staged_batch_is_used_once",
+    ),
+    mutation(
+        "an unstaged batch is not read",
+        RUNNER,
+        "        if self._staged_raw_bs != self.raw_bs:\n",
+        "        if False:\n",
+        f"{COMPOSITE}.test_an_unstaged_batch_is_read_behind_verify",
+        f"{COMPOSITE}.test_a_dropped_batch_is_read_behind_verify",
+        f"{COMPOSITE}.test_a_batch_of_another_size_is_read_behind_verify",
+        f"{BUFFERS}.test_poison_moves_an_unstaged_read_only",
+    ),
+    mutation(
+        "a batch of another size counts as staged",
+        RUNNER,
+        "        if self._staged_raw_bs != self.raw_bs:\n",
+        "        if self._staged_raw_bs is None:\n",
+        f"{COMPOSITE}.test_a_batch_of_another_size_is_read_behind_verify",
+    ),
+    # which steps are staged
+    mutation(
+        "an idle batch is staged",
+        WORKER,
+        "            runner.drop_staged()\n"
+        "        if batch.forward_mode.is_idle():\n"
+        "            return\n",
+        "            runner.drop_staged()\n",
+        f"{DECISION}.test_idle_is_never_staged",
+    ),
+    mutation(
+        "a batch that fits no bucket is staged",
+        WORKER,
+        '            return "the batch fits no captured draft-extend bucket"\n',
+        "            return None\n",
+        f"{DECISION}.test_batch_beyond_the_buckets",
+        f"{DECISION}.test_padding_disabled",
+        f"{DECISION}.test_mlp_sync_turned_the_graphs_off",
+    ),
+    mutation(
+        "a step whose target has no marker is staged",
+        WORKER,
+        '            return "no target verify graph carries the metadata marker"\n',
+        "            pass\n",
+        f"{DECISION}.test_target_without_marker",
+    ),
+    mutation(
+        "some depths stage without the others",
+        RUNNER,
+        'does not support it"\n                return\n',
+        'does not support it"\n',
+        f"{DECISION}.test_one_depth_without_support",
+    ),
+    # the window
+    mutation(
+        "the front of a short sequence",
+        RUNNER,
+        "tl.maximum(num_front_tokens - valid_len, num_front_tokens - seq_len), 0\n",
+        "num_front_tokens - valid_len, 0\n",
+        f"{BUFFERS}.test_page_size_1",
+    ),
+    mutation(
+        "the front rows that warm the convs up",
+        RUNNER,
+        "first_valid + num_warmup_tokens, num_front_tokens)\n        has_data",
+        "first_valid, num_front_tokens)\n        has_data",
+        f"{BUFFERS}.test_page_size_1",
+    ),
+    # padded rows
+    mutation(
+        "stale lengths when staged",
+        RUNNER,
+        "        tl.store(seq_lens_ptr + i, seq_len_fill_value)\n",
+        "",
+        f"{BUFFERS}.test_rows_of_a_larger_batch_do_not_survive",
+    ),
+    mutation(
+        "stale request slots when staged",
+        RUNNER,
+        "        tl.store(req_pool_indices_ptr + i, 0)\n",
+        "",
+        f"{BUFFERS}.test_rows_of_a_larger_batch_do_not_survive",
+    ),
+    mutation(
+        "stale KV slots when staged",
+        RUNNER,
+        "        tl.store(out_cache_loc_ptr + row, zeros, mask=in_width)\n",
+        "",
+        f"{BUFFERS}.test_rows_of_a_larger_batch_do_not_survive",
+    ),
+    mutation(
+        "stale request slots when read behind verify",
+        RUNNER,
+        "self.buffers.req_pool_indices[self.raw_bs : self.bs].zero_()",
+        "pass",
+        f"{BUFFERS}.test_nor_when_they_are_read_behind_verify",
+    ),
+    # the draft's read-done event
+    mutation(
+        "every depth publishes",
+        RUNNER,
+        "        if runner is self.get_last_runner():\n",
+        "        if True:\n",
+        f"{COMPOSITE}.test_the_final_depth_publishes",
+    ),
+    mutation(
+        "the single graph does not publish",
+        RUNNER,
+        "            self._publish_shared_read_done()\n            raw_bs = self.raw_bs\n",
+        "            raw_bs = self.raw_bs\n",
+        f"{COMPOSITE}.test_the_single_graph_publishes",
+    ),
+    # the plan stream
+    mutation(
+        "the plan stream waits for nothing",
+        WORKER,
+        "self._staged_window = (out_cache_loc, positions, staged_event)",
+        "self._staged_window = (out_cache_loc, positions, None)",
+        f"{PLAN}.test_the_window_carries_an_event_behind_the_stage_writes",
+        f"{PLAN}.test_the_plan_stream_waits_for_the_staged_window",
+    ),
+    mutation(
+        "the window is computed again",
+        WORKER,
+        "        if self._staged_window is not None:\n"
+        "            return self._staged_window\n",
+        "",
+        f"{PLAN}.test_the_window_carries_an_event_behind_the_stage_writes",
+        f"{POISON}.test_page_size_16",
+    ),
+    # no mapping read in the draft graphs
+    mutation(
+        "the draft graphs gather the conv slots",
+        SCONV,
+        "            self.short_conv_backend.init_staged_draft_extend_metadata_in_graph(\n",
+        "            self.short_conv_backend.init_forward_metadata_in_graph(\n",
+        f"{GRAPHS}.test_they_read_no_mapping_when_staged",
+        f"{POISON}.test_page_size_16",
+    ),
+    mutation(
+        "the draft graphs build the page tables",
+        SCONV,
+        "            self.short_conv_backend.init_staged_draft_extend_metadata_in_graph(\n",
+        "            self.full_attn_backend.init_forward_metadata_in_graph(forward_batch)\n"
+        "            self.short_conv_backend.init_staged_draft_extend_metadata_in_graph(\n",
+        f"{GRAPHS}.test_they_read_no_mapping_when_staged",
+        f"{POISON}.test_page_size_16",
+    ),
+    mutation(
+        "capture leaves the slots unset",
+        SCONV,
+        "        if in_capture and self._is_staged(forward_batch):\n",
+        "        if False:\n",
+        f"{GRAPHS}.test_capture_stages_and_replay_prep_does_not",
+    ),
+    # the conv commit
+    mutation(
+        "the commit looks the slots up",
+        SCONV,
+        "            self._commit_uses_prepared_slots\n",
+        "            False\n",
+        f"{COMMIT}.test_into_the_slots_of_the_verify",
+        f"{COMMIT}.test_wrapper_commits_through_the_sidecar",
+    ),
+    mutation(
+        "pdmux commits through a sibling's slots",
+        SCONV,
+        "self._slot_gather_recordable and not model_runner.server_args.enable_pdmux",
+        "self._slot_gather_recordable",
+        f"{COMMIT}.test_pdmux_looks_the_slots_up",
+    ),
+    mutation(
+        "a translating pool commits through prepared slots",
+        SCONV,
+        "self._slot_gather_recordable and not model_runner.server_args.enable_pdmux",
+        "not model_runner.server_args.enable_pdmux",
+        f"{COMMIT}.test_a_translating_pool_looks_the_slots_up",
+    ),
+    mutation(
+        "a commit past the slot buffer",
+        SCONV,
+        "            and num_reqs <= self._cache_indices_buf.shape[0]\n",
+        "",
+        f"{COMMIT}.test_more_requests_than_the_slot_buffer_holds",
+    ),
+    # who may stage
+    mutation(
+        "one supporting child is enough",
+        SCONV,
+        "        return all(\n            backend.supports_draft_extend_metadata_staging",
+        "        return any(\n            backend.supports_draft_extend_metadata_staging",
+        f"{CAPABILITY}.test_wrapper_asks_both_children",
+        f"{CAPABILITY}.test_translated_conv_slots",
+    ),
+    *(
+        mutation(
+            f"FlashAttention stages {what}",
+            FLASH,
+            guard,
+            instead,
+            f"{CAPABILITY}.test_flash_attention_conditions",
+        )
+        for what, guard, instead in (
+            ("trees", "            self.topk == 1\n            and ", "            "),
+            (
+                "through page tables",
+                "            and self.draft_extend_metadata_captured_in_graph()\n",
+                "",
+            ),
+            (
+                "translated ids",
+                "            and not self.kv_index_translator.is_translating\n",
+                "",
+            ),
+            (
+                "local attention",
+                "            and not self.has_local_attention\n",
+                "",
+            ),
+            ("encoders", "            and not self.is_encoder_decoder\n", ""),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    """What each mutant's tests did, and those of the unmutated sources."""
+    pristine = pristine_sources()
+    composed = compose_all(pristine)
+    root = tmp_path_factory.mktemp("mutants")
+    all_tests = sorted({test for mutant in MUTATIONS for test in mutant.tests})
+    jobs = {
+        "unmutated": _job(root / "unmutated", composed, all_tests),
+        "unpatched": _job(root / "unpatched", pristine, all_tests),
+    }
+    for number, mutant in enumerate(MUTATIONS):
+        mutated = {mutant.path: mutant.apply(composed[mutant.path])}
+        jobs[mutant.name] = _job(
+            root / str(number), {**composed, **mutated}, mutant.tests
+        )
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    subprocess.run(
+        [sys.executable, "run_mutants.py", root / "jobs.json", root / "results.json"],
+        cwd=HERE,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+            "TRITON_INTERPRET": "1",
+        },
+        check=True,
+    )
+    return json.loads((root / "results.json").read_text())
+
+
+def _job(folder: Path, sources: dict[str, str], tests) -> dict:
+    modules = {}
+    for path, source in sources.items():
+        file = folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+        module = "sglang." + path.removesuffix(".py").replace("/", ".")
+        modules[module] = str(file)
+    return {"modules": modules, "tests": list(tests)}
+
+
+def test_the_guards_hold(results):
+    assert results["unmutated"] == {"import_error": None, "failed": {}}
+
+
+@pytest.mark.parametrize("mutant", MUTATIONS, ids=lambda mutant: mutant.name)
+def test_a_missing_guard_is_noticed(results, mutant):
+    result = results[mutant.name]
+    assert result["import_error"] is None
+    unnoticed = set(mutant.tests) - result["failed"].keys()
+    assert not unnoticed
+
+
+def test_the_unpatched_release_fails(results):
+    result = results["unpatched"]
+    assert result["import_error"] is None
+    tested = {test for mutant in MUTATIONS for test in mutant.tests}
+    assert tested - result["failed"].keys() == AS_RELEASED

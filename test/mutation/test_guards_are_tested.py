@@ -39,6 +39,7 @@ FLASH = "srt/layers/attention/flashattention_backend.py"
 _FENCE = "test_multi_layer_eagle_shared_read_fence"
 _STAGING = "test_draft_extend_metadata_staging"
 FENCE = f"{_FENCE}.TestSharedReadFence"
+COUNTER = f"{_FENCE}.TestStepCounter"
 DECISION = f"{_FENCE}.TestStagingDecision"
 STEP = f"{_FENCE}.TestStagedStep"
 PLAN = f"{_FENCE}.TestPlanStream"
@@ -109,39 +110,61 @@ MUTATIONS = [
     mutation(
         "the target fences without staging",
         WORKER,
-        "if staged and target_graph_replayed and draft_graph_replayed:",
-        "if target_graph_replayed and draft_graph_replayed:",
+        "        if draft_worker.unstaged_reason is not None:\n"
+        "            return draft_worker.unstaged_reason\n",
+        "",
         f"{FENCE}.test_each_kind_of_step",
         f"{STEP}.test_an_unstaged_step_fences_on_the_final_draft",
     ),
     mutation(
         "the target fences without its graph",
         WORKER,
-        "if staged and target_graph_replayed and draft_graph_replayed:",
-        "if staged and draft_graph_replayed:",
+        '            return "target verify did not replay its graph"\n',
+        "            pass\n",
         f"{FENCE}.test_each_kind_of_step",
     ),
     mutation(
         "a target without graphs is asked for its marker",
         WORKER,
-        "            and graph_runner is not None\n",
+        "            or graph_runner is None\n",
         "",
         f"{FENCE}.test_a_target_without_graphs_never_fences",
     ),
     mutation(
-        "the target fences without the draft graph",
+        "any event of the target fences",
         WORKER,
-        "if staged and target_graph_replayed and draft_graph_replayed:",
-        "if staged and target_graph_replayed:",
+        "            or event is not graph_runner.in_graph_metadata_prep_done\n",
+        "",
         f"{FENCE}.test_each_kind_of_step",
     ),
     mutation(
-        "any event of the target fences",
+        "the target fences whatever the draft extend did",
         WORKER,
-        "            and target.shared_read_done_event\n"
-        "            is graph_runner.in_graph_metadata_prep_done\n",
-        "",
+        "        if not draft_worker.cuda_graph_runner_for_draft_extend.prepared_from_staged:\n",
+        "        if False:\n",
         f"{FENCE}.test_each_kind_of_step",
+        f"{STEP}.test_a_step_that_read_again_fences_on_the_final_draft",
+    ),
+    mutation(
+        "an idle batch is reported",
+        WORKER,
+        "            if reason != self._draft_worker.IDLE_BATCH:\n",
+        "            if True:\n",
+        f"{DECISION}.test_idle_is_never_staged",
+    ),
+    mutation(
+        "steps are not counted",
+        WORKER,
+        '        self._step_counter.count(fence, reason or "")\n',
+        "",
+        f"{COUNTER}.test_every_kind_of_decode_step_is_counted_as_it_was_fenced",
+    ),
+    mutation(
+        "the counts are kept without metrics",
+        WORKER,
+        "        if self._counter is None:\n            return\n",
+        "",
+        f"{COUNTER}.test_without_metrics_nothing_is_kept",
     ),
     Mutation(
         "staged behind verify",
@@ -170,7 +193,6 @@ MUTATIONS = [
         WORKER,
         "        self._staged_window = None\n        if runner:\n",
         "        if runner:\n",
-        f"{FENCE}.test_the_scheduler_reads_every_step",
         f"{DECISION}.test_idle_is_never_staged",
         f"{PLAN}.test_an_unstaged_step_computes_the_window_itself",
     ),
@@ -194,7 +216,7 @@ MUTATIONS = [
     mutation(
         "an unstaged batch is not read",
         RUNNER,
-        "        if self._staged_raw_bs != self.raw_bs:\n",
+        "        if not self.prepared_from_staged:\n",
         "        if False:\n",
         f"{COMPOSITE}.test_an_unstaged_batch_is_read_behind_verify",
         f"{COMPOSITE}.test_a_dropped_batch_is_read_behind_verify",
@@ -204,8 +226,8 @@ MUTATIONS = [
     mutation(
         "a batch of another size counts as staged",
         RUNNER,
-        "        if self._staged_raw_bs != self.raw_bs:\n",
-        "        if self._staged_raw_bs is None:\n",
+        "self.prepared_from_staged = self._staged_raw_bs == self.raw_bs",
+        "self.prepared_from_staged = self._staged_raw_bs is not None",
         f"{COMPOSITE}.test_a_batch_of_another_size_is_read_behind_verify",
     ),
     # which steps are staged
@@ -214,6 +236,7 @@ MUTATIONS = [
         WORKER,
         "            runner.drop_staged()\n"
         "        if batch.forward_mode.is_idle():\n"
+        "            self.unstaged_reason = self.IDLE_BATCH\n"
         "            return\n",
         "            runner.drop_staged()\n",
         f"{DECISION}.test_idle_is_never_staged",

@@ -129,7 +129,7 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
     def _init_staging(self):
         """Static views and one staging graph per bucket; nothing is allocated or
         compiled after this."""
-        self._staged_raw_bs: Optional[int] = None
+        self.drop_staged()
         self._staging_batches = {}
         self._staging_graphs = {}
         # One event for all steps: the scheduler queues its wait on step N's
@@ -217,13 +217,15 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
     def drop_staged(self):
         """Forget what was staged: the next ``prepare`` reads the mappings itself."""
         self._staged_raw_bs = None
+        self.prepared_from_staged = False
 
     def _ensure_staged(self):
         """After ``prepare``: unless this very batch was staged before verify, read
-        the mappings now. The step then keeps the draft fence."""
+        the mappings now, which ``prepared_from_staged`` tells."""
         if not self.staged_backends:
             return
-        if self._staged_raw_bs != self.raw_bs:
+        self.prepared_from_staged = self._staged_raw_bs == self.raw_bs
+        if not self.prepared_from_staged:
             if self.bs != self.raw_bs:
                 self.buffers.req_pool_indices[self.raw_bs : self.bs].zero_()
             self._staging_graphs[self.bs].replay()

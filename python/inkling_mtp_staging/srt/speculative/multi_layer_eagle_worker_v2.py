@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Dict, Optional, Tuple
 
 import torch
+
+from sglang.srt.runtime_context import get_observability
 
 from inkling_mtp_staging.edit import after, before
 
@@ -16,6 +18,48 @@ if TYPE_CHECKING:
 logger = ...
 
 
+class DraftExtendStepCounter:
+    """Decode steps by the fence that released the scheduler ("target", "draft", or
+    "coarse" for the whole forward stream) and by the reason that kept the target's
+    marker from being it ("" when it was), for SGLang's /metrics.
+
+    ``count`` adds to a dict. The sums reach Prometheus every ``FLUSH_EVERY`` steps,
+    so /metrics lags by up to that many.
+    """
+
+    FLUSH_EVERY = 16
+
+    def __init__(self, enabled: bool):
+        self._pending: Dict[Tuple[str, str], int] = {}
+        self._num_pending = 0
+        self._counter = None
+        if enabled:
+            # Imported late, as SGLang's collectors are: the launcher must have set
+            # the multiprocess directory.
+            from prometheus_client import Counter
+
+            self._counter = Counter(
+                name="sglang:mtp_draft_extend_steps_total",
+                documentation="MTP decode steps by the fence of their shared reads.",
+                labelnames=["fence", "reason"],
+            )
+
+    def count(self, fence: str, reason: str) -> None:
+        if self._counter is None:
+            return
+        key = (fence, reason)
+        self._pending[key] = self._pending.get(key, 0) + 1
+        self._num_pending += 1
+        if self._num_pending >= self.FLUSH_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        for (fence, reason), steps in self._pending.items():
+            self._counter.labels(fence=fence, reason=reason).inc(steps)
+        self._pending.clear()
+        self._num_pending = 0
+
+
 @after(
     "MultiLayerEagleDraftWorker.__init__",
     "self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)",
@@ -24,6 +68,8 @@ def nothing_staged_yet(self):
     # (out_cache_loc, positions, ready_event) of the draft window staged for the
     # step in progress; None when the step reads the mappings after verify.
     self._staged_window = None
+    # Why that step was not staged; None when it was.
+    self.unstaged_reason: Optional[str] = None
 
 
 @before(
@@ -37,6 +83,8 @@ def use_the_staged_window(self):
 
 class MultiLayerEagleDraftWorker:
     def draft(self, batch: ScheduleBatch): ...
+
+    IDLE_BATCH = "idle batch"
 
     def _staging_refusal(self, batch: ScheduleBatch) -> Optional[str]:
         """Why this decode step cannot stage before verify, or None if it can."""
@@ -74,12 +122,10 @@ class MultiLayerEagleDraftWorker:
         if runner:
             runner.drop_staged()
         if batch.forward_mode.is_idle():
+            self.unstaged_reason = self.IDLE_BATCH
             return
-        refusal = self._staging_refusal(batch)
-        if refusal is not None:
-            logger.info_once(
-                f"Draft-extend metadata is not staged before verify: {refusal}."
-            )
+        self.unstaged_reason = self._staging_refusal(batch)
+        if self.unstaged_reason is not None:
             return
         out_cache_loc, positions = runner.stage(batch.seq_lens, batch.req_pool_indices)
         staged_event = None
@@ -93,8 +139,13 @@ class MultiLayerEagleDraftWorker:
     "MultiLayerEagleWorkerV2.__init__",
     "self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)",
 )
-def fence_on_the_draft_by_default(self):
+def fence_on_the_draft_by_default(self, ps):
     self._shared_read_runner = self._draft_worker.draft_runner_list[-1]
+    observability = get_observability()
+    self._step_counter = DraftExtendStepCounter(
+        enabled=observability.enable_metrics
+        and (ps.attn_tp_rank == 0 or observability.enable_metrics_for_all_schedulers)
+    )
 
 
 class MultiLayerEagleWorkerV2:
@@ -117,22 +168,36 @@ class MultiLayerEagleWorkerV2:
         self._shared_read_runner = draft_runners[-1]
 
     def _select_shared_read_fence(self):
-        """Let the target's marker release the scheduler if nothing behind it read
+        """Let the target's marker release the scheduler if nothing behind it reads
         the mappings: the step was staged, and both graphs replayed."""
+        reason = self._draft_fence_reason()
+        if reason is None:
+            self._shared_read_runner = self._target_worker.model_runner
+            fence = "target"
+        else:
+            if reason != self._draft_worker.IDLE_BATCH:
+                logger.info_once(f"Draft extend fences the scheduler: {reason}.")
+            event = self._shared_read_runner.shared_read_done_event
+            fence = "coarse" if event is None else "draft"
+        self._step_counter.count(fence, reason or "")
+
+    def _draft_fence_reason(self) -> Optional[str]:
+        """Why the mappings may still be read behind the target's marker, or None."""
+        draft_worker = self._draft_worker
+        if draft_worker.unstaged_reason is not None:
+            return draft_worker.unstaged_reason
         target: ModelRunner = self._target_worker.model_runner
+        event = target.shared_read_done_event
         graph_runner = target.decode_cuda_graph_runner
-        staged = self._draft_worker._staged_window is not None
-        target_graph_replayed = (
-            target.shared_read_done_event is not None
-            and graph_runner is not None
-            and target.shared_read_done_event
-            is graph_runner.in_graph_metadata_prep_done
-        )
-        draft_graph_replayed = (
-            self._shared_read_runner.shared_read_done_event is not None
-        )
-        if staged and target_graph_replayed and draft_graph_replayed:
-            self._shared_read_runner = target
+        if (
+            event is None
+            or graph_runner is None
+            or event is not graph_runner.in_graph_metadata_prep_done
+        ):
+            return "target verify did not replay its graph"
+        if not draft_worker.cuda_graph_runner_for_draft_extend.prepared_from_staged:
+            return "the draft extend did not replay what was staged"
+        return None
 
 
 @before(

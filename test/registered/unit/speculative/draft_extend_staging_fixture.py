@@ -641,7 +641,7 @@ def build_stack(
     """Everything up to captured draft graphs, in the order that a server starts.
 
     Call inside ``cpu_stand_ins`` and ``published_config``. Every depth has its own
-    KV pool, as banded MTP depths do; all share the three mappings.
+    conv pool; all share one KV pool and the three mappings.
     """
     page_size = get_schedule().page_size
     max_reqs = get_schedule().max_running_requests

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Optional
 from unittest import mock
 
+import prometheus_client
 import torch
 from draft_extend_staging_fixture import (
     KERNELS_RUN_ON_CPU,
@@ -65,15 +66,21 @@ class DraftGraphs:
 
     def __init__(self):
         self.fits = True
+        self.drop_staged()
 
     def can_run_graph(self, forward_batch):
         return self.fits
 
     def drop_staged(self):
-        pass
+        self.staged = False
+        self.prepared_from_staged = False
 
     def stage(self, seq_lens, req_pool_indices):
+        self.staged = True
         return torch.zeros(1), torch.zeros(1)
+
+    def prepare(self, read_again):
+        self.prepared_from_staged = self.staged and not read_again
 
 
 class StepFailed(Exception):
@@ -95,6 +102,8 @@ class Server:
         "eager verify": "draft",
         "verify fences before its replay": "draft",
         "all eager": None,
+        # staged, but the mappings were read once more behind verify
+        "read again": "draft",
         # not staged
         "does not fit": "draft",
         "does not fit, eager draft extend": None,
@@ -187,6 +196,7 @@ class Server:
     def _draft_extend(self, batch, batch_output):
         self.calls.append("draft extend")
         if self.kind != "all eager" and not self.kind.endswith("eager draft extend"):
+            self.draft_graphs.prepare(read_again=self.kind == "read again")
             self.draft_event.record()
             self.draft_runners[-1].shared_read_done_event = self.draft_event
         if self.kind == "fails behind the draft extend":
@@ -304,6 +314,64 @@ class TestSharedReadFence(CustomTestCase):
         self.assertIs(self.server.barrier(), self.server.draft_event)
 
 
+class TestStepCounter(CustomTestCase):
+    """What reaches /metrics."""
+
+    NAME = "sglang:mtp_draft_extend_steps_total"
+
+    def make_counter(self):
+        counter = worker_module.DraftExtendStepCounter(enabled=True)
+        self.addCleanup(prometheus_client.REGISTRY.unregister, counter._counter)
+        return counter
+
+    def exported(self, fence, reason):
+        return prometheus_client.REGISTRY.get_sample_value(
+            self.NAME, {"fence": fence, "reason": reason}
+        )
+
+    def test_the_sums_are_exported_every_few_steps(self):
+        counter = self.make_counter()
+        for _ in range(counter.FLUSH_EVERY - 1):
+            counter.count("target", "")
+        self.assertIsNone(self.exported("target", ""))
+        counter.count("draft", "a reason")
+        self.assertEqual(self.exported("target", ""), counter.FLUSH_EVERY - 1)
+        self.assertEqual(self.exported("draft", "a reason"), 1)
+        for _ in range(counter.FLUSH_EVERY):
+            counter.count("target", "")
+        self.assertEqual(self.exported("target", ""), 2 * counter.FLUSH_EVERY - 1)
+
+    def test_without_metrics_nothing_is_kept(self):
+        counter = worker_module.DraftExtendStepCounter(enabled=False)
+        for _ in range(2 * counter.FLUSH_EVERY):
+            counter.count("target", "")
+        self.assertEqual(counter._pending, {})
+        self.assertIsNone(self.exported("target", ""))
+
+    def test_every_kind_of_decode_step_is_counted_as_it_was_fenced(self):
+        config = published_config()
+        server = Server(config.__enter__())
+        self.addCleanup(config.__exit__, None, None, None)
+        server.worker._step_counter = counter = self.make_counter()
+        for kind, fence in Server.FENCE_OF.items():
+            if kind.startswith("fails") or kind in ("prefill", "mixed"):
+                continue
+            with self.subTest(kind):
+                counter._pending.clear()
+                server.run(kind)
+                ((counted, reason),) = counter._pending
+                self.assertEqual(counted, fence or "coarse")
+                self.assertEqual(reason == "", fence == "target")
+
+    def test_prefill_is_not_counted(self):
+        config = published_config()
+        server = Server(config.__enter__())
+        self.addCleanup(config.__exit__, None, None, None)
+        server.worker._step_counter = counter = self.make_counter()
+        server.run("prefill")
+        self.assertEqual(counter._pending, {})
+
+
 # --- what is staged --------------------------------------------------------------
 
 
@@ -336,11 +404,12 @@ class TestStagingDecision(StackTestCase):
         ):
             for _ in range(3):
                 stack.draft_worker.stage_draft_extend(batch)
+                stack.worker._select_shared_read_fence()
         self.assertIsNone(stack.draft_worker._staged_window)
         self.assertEqual(launches, [])
         self.assertEqual(
             [record.getMessage() for record in logs.records],
-            [f"Draft-extend metadata is not staged before verify: {reason}."],
+            [f"Draft extend fences the scheduler: {reason}."],
         )
 
     def test_a_fitting_decode_step_is_staged(self):
@@ -454,6 +523,7 @@ class TestStagingDecision(StackTestCase):
             LAUNCHES.of() as launches,
         ):
             stack.draft_worker.stage_draft_extend(idle)
+            stack.worker._select_shared_read_fence()
         self.assertEqual(launches, [])
         self.assertIsNone(stack.draft_worker._staged_window)
         self.assertIsNone(stack.runner._staged_raw_bs)
@@ -477,6 +547,18 @@ class TestStagedStep(StackTestCase):
         stack = self.build()
         stack.runner.staging_refusal = "the test says so"
         run_decode_step(stack, fill_mappings(stack, [40, 7, 2]))
+        final = stack.draft_worker.draft_runner_list[-1]
+        self.assertIs(stack.worker.last_shared_read_runner, final)
+        self.assertIs(final.shared_read_done_event, stack.runner.read_done_event)
+
+    def test_a_step_that_read_again_fences_on_the_final_draft(self):
+        """Should anything drop what was staged, the second read is behind the marker."""
+        stack = self.build()
+        run_decode_step(
+            stack,
+            fill_mappings(stack, [40, 7, 2]),
+            after_marker=lambda: stack.runner.drop_staged(),
+        )
         final = stack.draft_worker.draft_runner_list[-1]
         self.assertIs(stack.worker.last_shared_read_runner, final)
         self.assertIs(final.shared_read_done_event, stack.runner.read_done_event)

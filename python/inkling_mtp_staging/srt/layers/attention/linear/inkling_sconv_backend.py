@@ -93,8 +93,8 @@ class InklingShortConvAttnBackend:
             and num_reqs <= self._cache_indices_buf.shape[0]
         ):
             return self._cache_indices_buf[:num_reqs]
-        # Eager verify past the buffer, or virtual slot ids: never staged, so the
-        # scheduler still waits for the whole step and the mapping is unchanged.
+        # Eager verify past the buffer or virtual slot ids, both never fenced by the
+        # marker, or pdmux, which runs without overlap: the mapping is unchanged.
         return self._translate_mamba_indices(
             self.req_to_token_pool.get_mamba_indices(req_pool_indices)
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Dict, Optional, Tuple
 
 import torch
 
+from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.runtime_context import get_observability
 
 from inkling_mtp_staging.edit import after, before
@@ -43,6 +44,13 @@ class DraftExtendStepCounter:
                 documentation="MTP decode steps by the fence of their shared reads.",
                 labelnames=["fence", "reason"],
             )
+
+    @classmethod
+    def for_rank(cls, ps: ParallelState) -> DraftExtendStepCounter:
+        """Enabled on the ranks whose scheduler exports metrics."""
+        config = get_observability()
+        exports = ps.attn_tp_rank == 0 or config.enable_metrics_for_all_schedulers
+        return cls(enabled=config.enable_metrics and exports)
 
     def count(self, fence: str, reason: str) -> None:
         if self._counter is None:
@@ -141,11 +149,7 @@ class MultiLayerEagleDraftWorker:
 )
 def fence_on_the_draft_by_default(self, ps):
     self._shared_read_runner = self._draft_worker.draft_runner_list[-1]
-    observability = get_observability()
-    self._step_counter = DraftExtendStepCounter(
-        enabled=observability.enable_metrics
-        and (ps.attn_tp_rank == 0 or observability.enable_metrics_for_all_schedulers)
-    )
+    self._step_counter = DraftExtendStepCounter.for_rank(ps)
 
 
 class MultiLayerEagleWorkerV2:

@@ -363,6 +363,29 @@ class TestStepCounter(CustomTestCase):
                 self.assertEqual(counted, fence or "coarse")
                 self.assertEqual(reason == "", fence == "target")
 
+    def test_the_ranks_that_export_metrics_count(self):
+        for enable_metrics, all_ranks, rank, enabled in (
+            (False, False, 0, False),
+            (True, False, 0, True),
+            (True, False, 1, False),
+            (True, True, 1, True),
+        ):
+            config = SimpleNamespace(
+                enable_metrics=enable_metrics,
+                enable_metrics_for_all_schedulers=all_ranks,
+            )
+            with (
+                self.subTest(enable_metrics=enable_metrics, rank=rank),
+                mock.patch.object(worker_module, "get_observability", lambda: config),
+                mock.patch.object(
+                    worker_module.DraftExtendStepCounter, "__init__", return_value=None
+                ) as init,
+            ):
+                worker_module.DraftExtendStepCounter.for_rank(
+                    SimpleNamespace(attn_tp_rank=rank)
+                )
+                init.assert_called_once_with(enabled=enabled)
+
     def test_prefill_is_not_counted(self):
         config = published_config()
         server = Server(config.__enter__())

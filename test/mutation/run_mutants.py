@@ -1,7 +1,7 @@
 """Run chosen tests against variants of the edited modules, one process a variant.
 
 Usage: ``run_mutants.py JOBS.json RESULTS.json``. A job is ``{"modules": {module:
-file}, "tests": [unittest name]}``; its result ``{"import_error": text or null,
+file}, "tests": [unittest name], "environment": {name: value}}``; its result ``{"import_error": text or null,
 "failed": {unittest name: reason}}``. What costs most, importing what the modules
 depend on, happens once: every job runs in a fork, with its files in their place.
 """
@@ -42,6 +42,7 @@ def run(job):
     imported = job["modules"].keys() & sys.modules.keys()
     assert not imported, f"imported before they were mutated: {imported}"
     sys.meta_path.insert(0, ModulesFromFiles(job["modules"]))
+    os.environ.update(job["environment"])
     try:
         for module in sorted({test.split(".")[0] for test in job["tests"]}):
             importlib.import_module(module)

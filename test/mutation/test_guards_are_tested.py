@@ -7,15 +7,11 @@ the sources as they are, and nearly all fail on the release without the edits.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from mutants import run_jobs, write_job
 
 from inkling_mtp_staging.compose import compose_all
 from inkling_mtp_staging.install import pristine_sources
@@ -27,9 +23,6 @@ pytestmark = [
         torch.cuda.is_available(), reason="the tests run kernels in the interpreter"
     ),
 ]
-
-HERE = Path(__file__).resolve().parent
-TESTS = HERE.parent / "registered" / "unit" / "speculative"
 
 WORKER = "srt/speculative/multi_layer_eagle_worker_v2.py"
 RUNNER = "srt/speculative/multi_layer_eagle_draft_extend_cuda_graph_runner.py"
@@ -108,11 +101,21 @@ MUTATIONS = [
         f"{FENCE}.test_long_random_sequences",
     ),
     mutation(
-        "the target fences without staging",
+        "why a step was not staged is lost",
         WORKER,
         "        if draft_worker.unstaged_reason is not None:\n"
         "            return draft_worker.unstaged_reason\n",
         "",
+        f"{DECISION}.test_batch_beyond_the_buckets",
+        f"{DECISION}.test_switched_off",
+    ),
+    mutation(
+        "the target fences without staging",
+        WORKER,
+        "        if draft_worker.unstaged_reason is not None:\n"
+        "            return draft_worker.unstaged_reason\n",
+        "        if draft_worker.unstaged_reason is not None:\n"
+        "            return None\n",
         f"{FENCE}.test_each_kind_of_step",
         f"{STEP}.test_an_unstaged_step_fences_on_the_final_draft",
     ),
@@ -124,17 +127,10 @@ MUTATIONS = [
         f"{FENCE}.test_each_kind_of_step",
     ),
     mutation(
-        "a target without graphs is asked for its marker",
-        WORKER,
-        "            or graph_runner is None\n",
-        "",
-        f"{FENCE}.test_a_target_without_graphs_never_fences",
-    ),
-    mutation(
         "any event of the target fences",
         WORKER,
-        "            or event is not graph_runner.in_graph_metadata_prep_done\n",
-        "",
+        "        if target.shared_read_done_event is not marker:\n",
+        "        if target.shared_read_done_event is None:\n",
         f"{FENCE}.test_each_kind_of_step",
     ),
     mutation(
@@ -378,15 +374,15 @@ MUTATIONS = [
     mutation(
         "pdmux commits through a sibling's slots",
         SCONV,
-        "self._slot_gather_recordable and not model_runner.server_args.enable_pdmux",
-        "self._slot_gather_recordable",
+        "            and not model_runner.server_args.enable_pdmux\n",
+        "",
         f"{COMMIT}.test_pdmux_looks_the_slots_up",
     ),
     mutation(
         "a translating pool commits through prepared slots",
         SCONV,
-        "self._slot_gather_recordable and not model_runner.server_args.enable_pdmux",
-        "not model_runner.server_args.enable_pdmux",
+        "            self._slot_gather_recordable\n            and not model_runner",
+        "            not model_runner",
         f"{COMMIT}.test_a_translating_pool_looks_the_slots_up",
     ),
     mutation(
@@ -444,37 +440,15 @@ def results(tmp_path_factory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("mutants")
     all_tests = sorted({test for mutant in MUTATIONS for test in mutant.tests})
     jobs = {
-        "unmutated": _job(root / "unmutated", composed, all_tests),
-        "unpatched": _job(root / "unpatched", pristine, all_tests),
+        "unmutated": write_job(root / "unmutated", composed, all_tests),
+        "unpatched": write_job(root / "unpatched", pristine, all_tests),
     }
     for number, mutant in enumerate(MUTATIONS):
         mutated = {mutant.path: mutant.apply(composed[mutant.path])}
-        jobs[mutant.name] = _job(
+        jobs[mutant.name] = write_job(
             root / str(number), {**composed, **mutated}, mutant.tests
         )
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    subprocess.run(
-        [sys.executable, "run_mutants.py", root / "jobs.json", root / "results.json"],
-        cwd=HERE,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
-            "TRITON_INTERPRET": "1",
-        },
-        check=True,
-    )
-    return json.loads((root / "results.json").read_text())
-
-
-def _job(folder: Path, sources: dict[str, str], tests) -> dict:
-    modules = {}
-    for path, source in sources.items():
-        file = folder / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(source, encoding="utf-8")
-        module = "sglang." + path.removesuffix(".py").replace("/", ".")
-        modules[module] = str(file)
-    return {"modules": modules, "tests": list(tests)}
+    return run_jobs(root, jobs)
 
 
 def test_the_guards_hold(results):

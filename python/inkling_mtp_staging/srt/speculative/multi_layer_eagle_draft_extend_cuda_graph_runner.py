@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.utils import get_bool_env_var
+from sglang.srt.layers.attention.base_attn_backend import (
+    draft_extend_metadata_staging_enabled,
+)
 
 from inkling_mtp_staging.edit import after, before
 
@@ -104,9 +106,7 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
         scheduler back for the whole step anyway."""
         backends = self.draft_extend_attn_backend_list
         self.staging_refusal = None
-        if not get_bool_env_var(
-            "SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING", default="true"
-        ):
+        if not draft_extend_metadata_staging_enabled():
             self.staging_refusal = "SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING is off"
             return
         if self.require_mlp_tp_gather:
@@ -134,7 +134,9 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
         self._staging_graphs = {}
         # One event for all steps: the scheduler queues its wait on step N's
         # record before step N+1 can record again.
-        self.read_done_event = torch.get_device_module(self.device).Event()
+        self.read_done_event = None
+        if draft_extend_metadata_staging_enabled():
+            self.read_done_event = torch.get_device_module(self.device).Event()
         if not self.staged_backends:
             return
         buffers = self.buffers
@@ -232,6 +234,8 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
         self._staged_raw_bs = None
 
     def _publish_shared_read_done(self):
+        if self.read_done_event is None:
+            return
         self.read_done_event.record()
         self.get_last_runner().model_runner.shared_read_done_event = (
             self.read_done_event

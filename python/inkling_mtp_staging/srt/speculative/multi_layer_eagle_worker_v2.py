@@ -191,13 +191,8 @@ class MultiLayerEagleWorkerV2:
         if draft_worker.unstaged_reason is not None:
             return draft_worker.unstaged_reason
         target: ModelRunner = self._target_worker.model_runner
-        event = target.shared_read_done_event
-        graph_runner = target.decode_cuda_graph_runner
-        if (
-            event is None
-            or graph_runner is None
-            or event is not graph_runner.in_graph_metadata_prep_done
-        ):
+        marker = target.decode_cuda_graph_runner.in_graph_metadata_prep_done
+        if target.shared_read_done_event is not marker:
             return "target verify did not replay its graph"
         if not draft_worker.cuda_graph_runner_for_draft_extend.prepared_from_staged:
             return "the draft extend did not replay what was staged"

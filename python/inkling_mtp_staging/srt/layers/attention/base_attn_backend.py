@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.utils.common import get_bool_env_var
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def draft_extend_metadata_staging_enabled() -> bool:
+    """The operator's switch, on by default. Off, every step launches what it
+    launches without staging, and waits as long. Read where backends and graph
+    runners are built, so it takes effect at server start."""
+    return get_bool_env_var("SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING", "true")
 
 
 class AttentionBackend:

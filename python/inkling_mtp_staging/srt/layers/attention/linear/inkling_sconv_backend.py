@@ -9,6 +9,9 @@ import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
     scatter_mamba_states_after_mtp_verify,
 )
+from sglang.srt.layers.attention.base_attn_backend import (
+    draft_extend_metadata_staging_enabled,
+)
 from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -34,7 +37,9 @@ def decide_which_slots_a_commit_uses(self, model_runner: ModelRunner):
     # Under pdmux a sibling backend replays the verify graph, so this instance's
     # slot buffer need not be the one that verify used.
     self._commit_uses_prepared_slots = (
-        self._slot_gather_recordable and not model_runner.server_args.enable_pdmux
+        self._slot_gather_recordable
+        and not model_runner.server_args.enable_pdmux
+        and draft_extend_metadata_staging_enabled()
     )
 
 
@@ -93,8 +98,9 @@ class InklingShortConvAttnBackend:
             and num_reqs <= self._cache_indices_buf.shape[0]
         ):
             return self._cache_indices_buf[:num_reqs]
-        # Eager verify past the buffer or virtual slot ids, both never fenced by the
-        # marker, or pdmux, which runs without overlap: the mapping is unchanged.
+        # Staging off, eager verify past the buffer or virtual slot ids, none of them
+        # fenced by the marker, or pdmux, which runs without overlap: the mapping is
+        # unchanged.
         return self._translate_mamba_indices(
             self.req_to_token_pool.get_mamba_indices(req_pool_indices)
         )

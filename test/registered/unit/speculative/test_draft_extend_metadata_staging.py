@@ -178,6 +178,7 @@ class TestCapability(StagingTestCase):
             {name for name in imported if name.startswith("sglang.srt.layers")},
             {
                 # what the wrapper and its sidecar derive from; no concrete backend
+                "sglang.srt.layers.attention.base_attn_backend",
                 "sglang.srt.layers.attention.hybrid_linear_attn_backend",
                 "sglang.srt.layers.attention.linear.short_conv_backend",
                 "sglang.srt.layers.attention.mamba.mamba2_metadata",

@@ -256,8 +256,8 @@ MUTATIONS = [
     mutation(
         "some depths stage without the others",
         RUNNER,
-        'does not support it"\n                return\n',
-        'does not support it"\n',
+        'of draft depth {step} lacks it"\n                return\n',
+        'of draft depth {step} lacks it"\n',
         f"{DECISION}.test_one_depth_without_support",
     ),
     # the window

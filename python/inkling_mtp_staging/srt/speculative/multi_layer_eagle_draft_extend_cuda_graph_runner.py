@@ -113,8 +113,9 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             self.staging_refusal = "MLP-TP gather sizes the bucket after verify"
             return
         for step, backend in enumerate(backends):
-            if backend is None or not backend.supports_draft_extend_metadata_staging:
-                self.staging_refusal = f"{type(backend).__name__} of draft depth {step} does not support it"
+            lacking = self._lacks_staging(backend)
+            if lacking:
+                self.staging_refusal = f"{lacking} of draft depth {step} lacks it"
                 return
         self.staged_backends = [
             backend
@@ -126,10 +127,34 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
                 f"{type(backends[0]).__name__} keeps its metadata in the draft graph"
             )
 
+    @staticmethod
+    def _lacks_staging(backend: Optional[AttentionBackend]) -> str:
+        """Names of the backends of one depth that cannot stage; empty if all can."""
+        if backend is None:
+            return "no attention backend"
+        return ", ".join(
+            type(leaf).__name__
+            for leaf in backend.attn_backend_list or [backend]
+            if not leaf.supports_draft_extend_metadata_staging
+        )
+
+    def _log_staging(self):
+        depths = (
+            f"{step}: {self._lacks_staging(backend) or 'yes'}"
+            for step, backend in enumerate(self.draft_extend_attn_backend_list)
+        )
+        logger.info(
+            "Draft-extend metadata is staged before verify: %s. "
+            "Support by draft depth, or what lacks it: %s.",
+            "yes" if self.staging_refusal is None else f"no, {self.staging_refusal}",
+            "; ".join(depths),
+        )
+
     def _init_staging(self):
         """Static views and one staging graph per bucket; nothing is allocated or
         compiled after this."""
         self.drop_staged()
+        self._log_staging()
         self._staging_batches = {}
         self._staging_graphs = {}
         # One event for all steps: the scheduler queues its wait on step N's
@@ -157,10 +182,6 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             with torch.cuda.graph(graph):
                 self._read_mappings(bs)
             self._staging_graphs[bs] = graph
-        logger.info(
-            "Draft-extend metadata of all %d depths is staged before verify.",
-            len(self.staged_backends),
-        )
 
     def _read_mappings(self, bs: int):
         for backend in self.staged_backends:

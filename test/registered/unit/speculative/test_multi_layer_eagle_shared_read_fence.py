@@ -5,6 +5,9 @@ import itertools
 import logging
 import os
 import random
+import subprocess
+import sys
+import tempfile
 import unittest
 from types import SimpleNamespace
 from typing import Optional
@@ -35,6 +38,9 @@ from draft_extend_staging_fixture import (
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import (
+    multi_layer_eagle_draft_extend_cuda_graph_runner as runner_module,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -341,6 +347,37 @@ class TestStepCounter(CustomTestCase):
             counter.count("target", "")
         self.assertEqual(self.exported("target", ""), 2 * counter.FLUSH_EVERY - 1)
 
+    def test_the_servers_metrics_endpoint_has_the_sums(self):
+        """Counted in one process, served by SGLang's endpoint in another."""
+        count = (
+            "from sglang.srt.speculative.multi_layer_eagle_worker_v2 import *\n"
+            "counter = DraftExtendStepCounter(enabled=True)\n"
+            "for _ in range(counter.FLUSH_EVERY): counter.count('target', '')\n"
+        )
+        serve = (
+            "from fastapi import FastAPI\n"
+            "from fastapi.testclient import TestClient\n"
+            "from sglang.srt.utils.common import add_prometheus_middleware\n"
+            "app = FastAPI()\n"
+            "add_prometheus_middleware(app)\n"
+            "print(TestClient(app).get('/metrics').text)\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
+            env["PYTHONPATH"] = os.pathsep.join(sys.path)
+            for script in (count, serve):
+                done = subprocess.run(
+                    [sys.executable, "-c", script],
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+        steps = worker_module.DraftExtendStepCounter.FLUSH_EVERY
+        self.assertIn(
+            f'{self.NAME}{{fence="target",reason=""}} {float(steps)}', done.stdout
+        )
+
     def test_without_metrics_nothing_is_kept(self):
         counter = worker_module.DraftExtendStepCounter(enabled=False)
         for _ in range(2 * counter.FLUSH_EVERY):
@@ -482,10 +519,33 @@ class TestStagingDecision(StackTestCase):
         # No depth commits to staging when one cannot.
         for backend in stack.backends:
             self.assertFalse(backend.draft_extend_metadata_staged)
-        self.assert_refused(
-            stack,
-            "InklingShortConvHybridAttnBackend of draft depth 1 does not support it",
-        )
+        self.assert_refused(stack, "FlashAttentionBackend of draft depth 1 lacks it")
+
+    def test_one_line_at_start_tells_each_depth(self):
+        def make_backend(model_runner):
+            backend = build_backend(model_runner)
+            if model_runner.req_to_token_pool.mamba_map == {2: 0}:  # depth 2
+                backend.full_attn_backend.topk = 0
+            return backend
+
+        for kwargs, line in (
+            (
+                {},
+                "yes. Support by draft depth, or what lacks it: 0: yes; 1: yes; 2: yes.",
+            ),
+            (
+                {"make_backend": make_backend},
+                "no, FlashAttentionBackend of draft depth 2 lacks it. Support by draft "
+                "depth, or what lacks it: 0: yes; 1: yes; 2: FlashAttentionBackend.",
+            ),
+        ):
+            with self.assertLogs(runner_module.logger, "INFO") as logs:
+                self.build(**kwargs)
+            lines = [r.getMessage() for r in logs.records]
+            self.assertEqual(
+                [m for m in lines if m.startswith("Draft-extend metadata")],
+                [f"Draft-extend metadata is staged before verify: {line}"],
+            )
 
     def test_standalone_flash_attention(self):
         stack = self.build(make_backend=FlashAttentionBackend)

@@ -72,10 +72,9 @@ def compose_source(pristine: str, edit: str, *, path: str) -> str:
     modules = []
     for what, source in (("upstream", pristine), ("the edit", edit)):
         try:
-            modules.append(cst.parse_module(source))
-        except cst.ParserSyntaxError as error:
-            reason = f"{what} is not valid Python at line {error.raw_line}"
-            failures.append(Failure(path, "the module", reason))
+            modules.append(_parsed(source))
+        except _Unreadable as error:
+            failures.append(Failure(path, "the module", f"{what} {error}"))
     if failures:
         raise ComposeError(failures)
     composed = _Composer(path, *modules).compose()
@@ -275,7 +274,7 @@ class _Composer:
             return None
         found = self._only(self._upstream.body, name, name)
         if found is None:
-            self._check_is_new(statement, name)
+            self._check_is_new(statement, name, self._upstream.body)
             return statement
         self._edit_member(found, statement, name, depth=0)
         return found
@@ -290,7 +289,19 @@ class _Composer:
             self._fail(qualified_name, f"upstream defines it twice, lines {lines}")
         return found[-1] if found else None
 
-    def _check_is_new(self, statement: cst.CSTNode, qualified_name: str) -> None:
+    def _check_is_new(
+        self,
+        statement: cst.CSTNode,
+        qualified_name: str,
+        body: Sequence[cst.CSTNode],
+    ) -> None:
+        name = _name_of(statement)
+        within = statements_in(body, into_definitions=False)
+        if _named(within, name):
+            self._fail(
+                qualified_name,
+                "upstream defines it inside another statement, out of reach",
+            )
         stubs = [statement]
         if isinstance(statement, cst.ClassDef):
             stubs += statement.body.body
@@ -344,7 +355,7 @@ class _Composer:
                 self._insert_above(found, waiting)
                 waiting, position = [], found
                 continue
-            self._check_is_new(member, qualified_name)
+            self._check_is_new(member, qualified_name, members)
             if position is None:
                 waiting.append(member)
             else:
@@ -522,6 +533,29 @@ class _Composer:
             self._plan.rewritten[statement] = lambda current: current.deep_replace(
                 current.body[0].value, new
             )
+
+
+class _Unreadable(Exception):
+    """Why a source cannot be composed, to follow its name in a sentence."""
+
+
+def _parsed(source: str) -> cst.Module:
+    if "\r" in source:
+        # Composed docstrings and statements would end their lines in another way.
+        raise _Unreadable("has line endings other than LF")
+    try:
+        # LibCST also takes some of what CPython refuses.
+        is_empty = not ast.parse(source).body
+        module = cst.parse_module(source)
+    except (SyntaxError, cst.ParserSyntaxError) as error:
+        line = getattr(error, "lineno", None) or getattr(error, "raw_line", "?")
+        raise _Unreadable(f"is not valid Python at line {line}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) or "nested too deeply"
+        raise _Unreadable(f"is not valid Python: {reason}") from error
+    if is_empty:
+        raise _Unreadable("has no statement")
+    return module
 
 
 def _marker_names(edit_module: cst.Module) -> dict[str, str]:

@@ -2,15 +2,15 @@
 
 The five files change together or not at all: the originals go to the state file first,
 then each file is replaced by rename, which leaves hard-linked copies elsewhere (a
-package cache) as they are. A command that finds a state file left in the middle
-restores the originals before it does anything else.
+package cache) as they are. All that needs disk space is written before the first
+rename. A command that finds a state file left in the middle restores the originals
+before it does anything else.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +18,32 @@ from typing import Iterator, Mapping
 
 from inkling_mtp_staging import ToolError
 from inkling_mtp_staging.bases import EDITED_PATHS, Base, sha256
+from inkling_mtp_staging.durable import (
+    fsync_directory,
+    remove_if_there,
+    temporary_of,
+    write_temporary,
+)
 from inkling_mtp_staging.state import (
     APPLIED,
     APPLYING,
+    PHASES,
     REVERTING,
     STATE_NAME,
     FileRecord,
     State,
+    commit_state,
     load_state,
+    prepare_state,
     remove_state,
-    save_state,
-    temporary_of,
     undone,
-    write_temporary,
 )
 from inkling_mtp_staging.tree import (
     Package,
+    UnknownBase,
+    UnknownRelease,
     base_of,
     find_package,
-    fsync_directory,
     read_edited_files,
     reason_for_mismatch,
 )
@@ -45,6 +52,7 @@ IS_PRISTINE = "pristine"
 IS_APPLIED = "applied"
 IS_OLDER = "applied (older edits)"
 IS_MODIFIED = "modified"
+IS_UNKNOWN = "not applied (unknown release)"
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,7 @@ def apply(package: Package) -> list[str]:
     """
     with _locked(package):
         notes = _recover(package)
-        tree = _read(package)
-        originals = tree.originals()
+        tree, originals = _read_originals(package)
         composed = _compose(originals)
         if tree.contents == composed:
             return [*notes, f"already applied to sglang {tree.base.version}"]
@@ -96,16 +103,19 @@ def apply(package: Package) -> list[str]:
 def revert(package: Package) -> list[str]:
     """Restore the originals byte for byte and return what happened, in sentences.
 
-    Does nothing on a pristine package. Raises ToolError, with nothing changed, if a
-    file is neither upstream's nor the tool's own.
+    Does nothing on a package that holds no edit, be it pristine or reinstalled since.
+    Raises ToolError, with nothing changed, if a file is neither upstream's nor the
+    tool's own.
     """
     with _locked(package):
         notes = _recover(package)
+        state = load_state(package)
+        if state is not None and state.is_stale(read_edited_files(package)):
+            remove_state(package)
+            return [*notes, "nothing to revert: sglang was reinstalled after apply"]
         tree = _read(package)
         originals = tree.originals()
         if tree.contents == originals:
-            if tree.state is not None:
-                remove_state(package)
             return [
                 *notes,
                 f"nothing to revert: sglang {tree.base.version} is pristine",
@@ -118,11 +128,23 @@ def revert(package: Package) -> list[str]:
 def status(package: Package) -> Status:
     """Return the package's status, after undoing an interrupted change.
 
-    Raises ToolError if the package is of no known release.
+    Raises ToolError if the package is of no known release, unless one replaced a
+    release that the edits were applied to.
     """
     with _locked(package):
         notes = _recover(package)
-        tree = _read(package)
+        contents, state = read_edited_files(package), load_state(package)
+    is_stale = state is not None and state.is_stale(contents)
+    try:
+        tree = _tree(package, contents, state)
+    except UnknownRelease as error:
+        if not is_stale:
+            raise
+        notes.append(f"sglang was reinstalled after apply to {state.base}: {error}")
+        files = dict.fromkeys(EDITED_PATHS, IS_UNKNOWN)
+        return Status(package, error.version, files, tuple(notes))
+    if is_stale:
+        notes.append("sglang was reinstalled after apply; apply again")
     known = tree.known_originals()
     composed = _compose(known)
     files = {}
@@ -143,7 +165,7 @@ def originals_of(package: Package) -> dict[str, bytes]:
 
     Writes nothing. Raises ToolError if a file is neither upstream's nor the tool's own.
     """
-    return _read(package).originals()
+    return _read_originals(package)[1]
 
 
 def pristine_sources(root: Path | None = None) -> dict[str, str]:
@@ -176,15 +198,33 @@ class _Tree:
             if path not in known
         ]
         if foreign:
-            raise ToolError("\n".join(foreign))
+            raise UnknownBase("\n".join(foreign))
         return known
 
 
 def _read(package: Package) -> _Tree:
-    contents = read_edited_files(package)
-    state = load_state(package)
+    return _tree(package, read_edited_files(package), load_state(package))
+
+
+def _tree(
+    package: Package, contents: Mapping[str, bytes], state: State | None
+) -> _Tree:
     base = base_of(package, undone(state, contents))
     return _Tree(package, base, contents, state)
+
+
+def _read_originals(package: Package) -> tuple[_Tree, dict[str, bytes]]:
+    """Read what the edits are applied to; a refusal names each edit that misses there."""
+    try:
+        tree = _read(package)
+        return tree, tree.originals()
+    except UnknownBase as error:
+        contents = undone(load_state(package), read_edited_files(package))
+        try:
+            _compose(contents)
+        except ToolError as misfit:
+            raise ToolError(f"{error}\n{misfit}") from misfit
+        raise
 
 
 def _compose(originals: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -192,7 +232,11 @@ def _compose(originals: Mapping[str, bytes]) -> dict[str, bytes]:
     # shares the modules below this one, never composes.
     from inkling_mtp_staging.compose import compose_all
 
-    sources = {path: content.decode("utf-8") for path, content in originals.items()}
+    # A release is valid UTF-8; for anything else, composing only says what misses.
+    sources = {
+        path: content.decode("utf-8", errors="replace")
+        for path, content in originals.items()
+    }
     return {
         path: source.encode("utf-8") for path, source in compose_all(sources).items()
     }
@@ -202,7 +246,13 @@ def _compose(originals: Mapping[str, bytes]) -> dict[str, bytes]:
 def _locked(package: Package) -> Iterator[None]:
     descriptor = os.open(package.directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ToolError(
+                f"{package.directory}: cannot be locked ({error.strerror}), so two runs "
+                "could mix; use a file system that has locks"
+            ) from error
         yield
     finally:
         os.close(descriptor)
@@ -213,12 +263,16 @@ def _recover(package: Package) -> list[str]:
     state = load_state(package)
     if state is None or state.phase == APPLIED:
         return []
+    contents = read_edited_files(package)
     foreign = [
         f"{package.directory / path}: changed by someone else while an interrupted "
         f"run of this tool was unfinished; reinstall sglang {state.base}"
-        for path, content in read_edited_files(package).items()
+        for path, content in contents.items()
         if not state.files[path].is_own(content)
     ]
+    if foreign and state.is_stale(contents):
+        remove_state(package)
+        return ["sglang was reinstalled after an interrupted run of this tool"]
     if foreign:
         raise ToolError("\n".join(foreign))
     _restore(package, state)
@@ -228,10 +282,10 @@ def _recover(package: Package) -> list[str]:
 
 
 def _restore(package: Package, state: State) -> None:
+    _discard_temporaries(package)
     originals = {path: record.original for path, record in state.files.items()}
     _rename_all(_prepare(package, originals))
     remove_state(package)
-    _discard_temporaries(package)
 
 
 def _replace_all(
@@ -241,46 +295,45 @@ def _replace_all(
     during: State,
     after: State | None,
 ) -> None:
-    prepared = _prepare(package, contents)
     try:
-        save_state(package, during)
+        prepared = _prepare(package, contents)
+        begun = prepare_state(package, during)
+        ended = prepare_state(package, after) if after else None
+        commit_state(package, begun)
     except OSError:
         _discard_temporaries(package)
         raise
     try:
         _rename_all(prepared)
-        if after is None:
+        if ended is None:
             remove_state(package)
         else:
-            save_state(package, after)
+            commit_state(package, ended)
     except OSError:
         _restore(package, during)
         raise
 
 
 def _prepare(package: Package, contents: Mapping[str, bytes]) -> dict[Path, Path]:
-    """Write the next contents beside the files; all of them or none."""
+    """Write the next contents beside the files."""
     files = {package.file(path): content for path, content in contents.items()}
-    try:
-        return {
-            file: write_temporary(file, content, stat.S_IMODE(file.stat().st_mode))
-            for file, content in files.items()
-        }
-    except OSError:
-        _discard_temporaries(package)
-        raise
+    return {
+        file: write_temporary(temporary_of(file), content, like=file)
+        for file, content in files.items()
+    }
 
 
 def _discard_temporaries(package: Package) -> None:
-    files = [package.directory / STATE_NAME, *map(package.file, EDITED_PATHS)]
-    for file in files:
-        temporary_of(file).unlink(missing_ok=True)
+    for path in EDITED_PATHS:
+        remove_if_there(temporary_of(package.file(path)))
+    for phase in PHASES:
+        remove_if_there(temporary_of(package.directory / STATE_NAME, phase))
 
 
 def _rename_all(prepared: Mapping[Path, Path]) -> None:
     for file, temporary in prepared.items():
         os.replace(temporary, file)
         for cached in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
-            cached.unlink(missing_ok=True)
+            remove_if_there(cached)
     for directory in {file.parent for file in prepared}:
         fsync_directory(directory)

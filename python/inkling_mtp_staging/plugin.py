@@ -7,7 +7,12 @@ import multiprocessing
 
 from inkling_mtp_staging.bases import sha256
 from inkling_mtp_staging.state import APPLIED, load_state, undone
-from inkling_mtp_staging.tree import base_of, find_package, read_edited_files
+from inkling_mtp_staging.tree import (
+    UnknownRelease,
+    base_of,
+    find_package,
+    read_edited_files,
+)
 
 logger = logging.getLogger(__name__)
 _HOW = "run `inkling-mtp-staging apply`"
@@ -31,12 +36,18 @@ def _describe() -> str:
     package = find_package()
     contents = read_edited_files(package)
     state = load_state(package)
-    base = base_of(package, undone(state, contents))
+    since = ""
+    if state is not None and state.is_stale(contents):
+        since = f", reinstalled after apply to {state.base}"
+    try:
+        base = base_of(package, undone(state, contents))
+    except UnknownRelease as error:
+        return f"not applied to sglang {error.version}{since} ({error})"
     digests = {path: sha256(content) for path, content in contents.items()}
     if digests == base.sha256:
-        return f"not applied to sglang {base.version}; {_HOW}"
+        return f"not applied to sglang {base.version}{since}; {_HOW}"
     if state is not None and state.phase == APPLIED:
         composed = {path: file.composed_sha256 for path, file in state.files.items()}
         if digests == composed:
             return f"applied to sglang {base.version}"
-    return f"not applied, and sglang {base.version}'s files are modified; {_HOW}"
+    return f"not applied, and sglang {base.version}'s files are modified{since}; {_HOW}"

@@ -103,6 +103,10 @@ class _Executor(cst.CSTTransformer):
         self._plan = plan
         self._class_bodies: set[cst.CSTNode] = set()
 
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        # No expression holds statements, and most nodes are parts of expressions.
+        return not isinstance(node, cst.BaseExpression) and super().on_visit(node)
+
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._class_bodies.add(node.body)
 

@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Mapping
 
 from inkling_mtp_staging import ToolError
-from inkling_mtp_staging.bases import EDITED_PATHS, sha256
-from inkling_mtp_staging.tree import Package, fsync_directory
+from inkling_mtp_staging.bases import base_of_version, sha256
+from inkling_mtp_staging.durable import (
+    fsync_directory,
+    remove_if_there,
+    temporary_of,
+    write_temporary,
+)
+from inkling_mtp_staging.tree import Package, stated_version
 
 STATE_NAME = ".inkling_mtp_staging.json"
-APPLYING, APPLIED, REVERTING = "applying", "applied", "reverting"
+PHASES = APPLYING, APPLIED, REVERTING = "applying", "applied", "reverting"
 _FORMAT = 1
 
 
@@ -37,8 +43,12 @@ class FileRecord:
 
     def is_own(self, content: bytes) -> bool:
         """Say whether `content` is the original or was written by the tool."""
-        known = (sha256(self.original), self.composed_sha256, self.replaced_sha256)
-        return sha256(content) in known
+        return content == self.original or self.is_edited(content)
+
+    def is_edited(self, content: bytes) -> bool:
+        """Say whether `content` was composed by the tool."""
+        composed = (self.composed_sha256, self.replaced_sha256)
+        return content != self.original and sha256(content) in composed
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,12 @@ class State:
     def in_phase(self, phase: str) -> State:
         """Return this state in another phase."""
         return replace(self, phase=phase)
+
+    def is_stale(self, contents: Mapping[str, bytes]) -> bool:
+        """Say whether none of the edited files is left, as after a reinstallation."""
+        return not any(
+            self.files[path].is_edited(content) for path, content in contents.items()
+        )
 
 
 def undone(state: State | None, contents: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -69,31 +85,34 @@ def undone(state: State | None, contents: Mapping[str, bytes]) -> dict[str, byte
 def load_state(package: Package) -> State | None:
     """Return the package's state, None if it has none.
 
-    Raises ToolError if the state file is damaged.
+    Raises ToolError if the state file is damaged, a link, or holds anything but the
+    files of a known release: what it holds may be written back one day.
     """
     file = package.directory / STATE_NAME
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except ValueError as error:
-        raise _damaged(file) from error
     try:
-        if document["format"] != _FORMAT or set(document["files"]) != {*EDITED_PATHS}:
-            raise _damaged(file)
-        return State(
-            base=document["base"],
-            phase=document["phase"],
-            files={
-                path: _record(file, entry) for path, entry in document["files"].items()
-            },
-        )
-    except (KeyError, TypeError, ValueError, zlib.error) as error:
-        raise _damaged(file) from error
+        if file.is_symlink():
+            raise ValueError("a link could hold anybody's content")
+        return _state(json.loads(file.read_text(encoding="utf-8")))
+    except (
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        zlib.error,
+    ) as error:
+        version = stated_version(package)
+        release = f"sglang=={version}" if version else "sglang"
+        raise ToolError(
+            f"{file}: damaged or written by another version of this tool; reinstall "
+            f"{release} (pip install --force-reinstall --no-deps) and remove this file"
+        ) from error
 
 
-def save_state(package: Package, state: State) -> None:
-    """Replace the package's state file in one durable step."""
+def prepare_state(package: Package, state: State) -> Path:
+    """Write `state` beside the package's state file, durably, and return where."""
     document = {
         "format": _FORMAT,
         "base": state.base,
@@ -101,52 +120,43 @@ def save_state(package: Package, state: State) -> None:
         "files": {
             path: {
                 "original": base64.b64encode(zlib.compress(record.original)).decode(),
-                "original_sha256": sha256(record.original),
                 "composed_sha256": record.composed_sha256,
                 "replaced_sha256": record.replaced_sha256,
             }
             for path, record in state.files.items()
         },
     }
-    file = package.directory / STATE_NAME
-    temporary = write_temporary(file, json.dumps(document, indent=1).encode(), 0o644)
-    os.replace(temporary, file)
-    fsync_directory(file.parent)
+    temporary = temporary_of(package.directory / STATE_NAME, state.phase)
+    return write_temporary(temporary, json.dumps(document, indent=1).encode())
+
+
+def commit_state(package: Package, prepared: Path) -> None:
+    """Make the prepared state the package's, in one durable step."""
+    os.replace(prepared, package.directory / STATE_NAME)
+    fsync_directory(package.directory)
 
 
 def remove_state(package: Package) -> None:
     """Remove the package's state file, if there is one."""
-    (package.directory / STATE_NAME).unlink(missing_ok=True)
+    remove_if_there(package.directory / STATE_NAME)
     fsync_directory(package.directory)
 
 
-def temporary_of(file: Path) -> Path:
-    """Return where the next content of `file` is prepared."""
-    return file.with_name(f".{file.name.lstrip('.')}.inkling_mtp_staging.tmp")
-
-
-def write_temporary(file: Path, content: bytes, mode: int) -> Path:
-    """Write the next content of `file` beside it, durably, and return where."""
-    temporary = temporary_of(file)
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as stream:
-        os.fchmod(descriptor, mode)
-        stream.write(content)
-        stream.flush()
-        os.fsync(descriptor)
-    return temporary
-
-
-def _record(file: Path, entry: Mapping[str, str]) -> FileRecord:
-    original = zlib.decompress(base64.b64decode(entry["original"]))
-    if sha256(original) != entry["original_sha256"]:
-        raise _damaged(file)
-    return FileRecord(original, entry["composed_sha256"], entry["replaced_sha256"])
-
-
-def _damaged(file: Path) -> ToolError:
-    return ToolError(
-        f"{file}: damaged or written by another version of this tool; reinstall "
-        "sglang and remove this file"
+def _state(document: dict) -> State:
+    base = base_of_version(document["base"])
+    files = {path: _record(entry) for path, entry in document["files"].items()}
+    digests = {path: sha256(record.original) for path, record in files.items()}
+    is_sound = (
+        document["format"] == _FORMAT
+        and document["phase"] in PHASES
+        and base is not None
+        and digests == base.sha256
     )
+    if not is_sound:
+        raise ValueError("not what this version of the tool writes")
+    return State(base.version, document["phase"], files)
+
+
+def _record(entry: Mapping[str, str]) -> FileRecord:
+    original = zlib.decompress(base64.b64decode(entry["original"]))
+    return FileRecord(original, entry["composed_sha256"], entry["replaced_sha256"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,22 @@ from inkling_mtp_staging.bases import (
 )
 
 
+class UnknownBase(ToolError):
+    """The files are not those of a release that the tool has edits for."""
+
+
+class UnknownRelease(UnknownBase):
+    """The package's version is not that of a release that the tool has edits for."""
+
+    def __init__(self, directory: Path, version: str):
+        known = ", ".join(base.version for base in BASES)
+        super().__init__(
+            f"{directory}: sglang {version} is no release that this tool has edits for "
+            f"(known: {known})"
+        )
+        self.version = version
+
+
 @dataclass(frozen=True)
 class Package:
     """An `sglang` package directory."""
@@ -29,8 +44,8 @@ class Package:
     def file(self, path: str) -> Path:
         """Return the file at `path` below the package.
 
-        Raises ToolError if it is missing or reached through a symbolic link, behind
-        which it could belong to another environment.
+        Raises ToolError if it is missing, or if it or its bytecode is reached through a
+        symbolic link, behind which it could belong to another environment.
         """
         file = self.directory / path
         if file.resolve() != file:
@@ -40,6 +55,12 @@ class Package:
             )
         if not file.is_file():
             raise ToolError(f"{file}: missing; this is no complete sglang package")
+        cache = file.parent / "__pycache__"
+        if cache.is_symlink():
+            raise ToolError(
+                f"{cache}: is a symbolic link to {cache.resolve()}; remove the link, "
+                "and Python makes a directory of its own"
+            )
         return file
 
 
@@ -47,22 +68,24 @@ def find_package(root: Path | None = None) -> Package:
     """Return the package below `root` (site-packages, or a checkout's `python`).
 
     Without `root`: the one that this Python would import. Raises ToolError if there is
-    none.
+    none. Links are followed up to the folder that holds the package, and no further.
     """
-    if root is not None:
-        directory = root / "sglang"
-        if not (directory / "srt").is_dir():
-            raise ToolError(
-                f"{root}: holds no sglang/srt; --root takes a site-packages folder or "
-                "a checkout's python folder"
-            )
-        return Package(directory.resolve())
+    directory = importable_directory() if root is None else root / "sglang"
+    if directory is None:
+        raise ToolError(
+            "sglang is not installed in this Python; name a folder with --root"
+        )
+    directory = directory.parent.resolve() / directory.name
+    if not (directory / "srt").is_dir():
+        raise ToolError(_no_package(directory))
+    return Package(directory)
+
+
+def importable_directory() -> Path | None:
+    """Return where this Python would import `sglang` from, without importing it."""
     spec = importlib.util.find_spec("sglang")
     locations = list(spec.submodule_search_locations or ()) if spec else []
-    for location in map(Path, locations):
-        if (location / "srt").is_dir():
-            return Package(location.resolve())
-    raise ToolError("sglang is not installed in this Python; name a folder with --root")
+    return Path(locations[0]) if locations else None
 
 
 def read_edited_files(package: Package) -> dict[str, bytes]:
@@ -75,18 +98,14 @@ def base_of(package: Package, contents: Mapping[str, bytes]) -> Base:
 
     That is the known release of the package's own version; a package that states none,
     or a development version, is compared with the base most like `contents`. Raises
-    ToolError on the version of an unknown release.
+    UnknownRelease on any other version.
     """
-    version = _stated_version(package)
+    version = stated_version(package)
     if version is None or _is_development(version):
         return nearest_base({path: sha256(data) for path, data in contents.items()})
     base = base_of_version(version)
     if base is None:
-        known = ", ".join(base.version for base in BASES)
-        raise ToolError(
-            f"{package.directory}: sglang {version} is no release that this tool has "
-            f"edits for (known: {known})"
-        )
+        raise UnknownRelease(package.directory, version)
     return base
 
 
@@ -102,7 +121,8 @@ def reason_for_mismatch(content: bytes, base: Base, path: str) -> str:
     )
 
 
-def _stated_version(package: Package) -> str | None:
+def stated_version(package: Package) -> str | None:
+    """Return the version that the package's metadata or else its source states."""
     installed = list(package.directory.parent.glob("sglang-*.dist-info"))
     if len(installed) == 1:
         return installed[0].name.removeprefix("sglang-").removesuffix(".dist-info")
@@ -111,7 +131,7 @@ def _stated_version(package: Package) -> str | None:
         if file.is_file():
             found = re.search(
                 r"""^__version__\b.*= *["']([^"']+)["']""",
-                file.read_text(encoding="utf-8"),
+                file.read_text(encoding="utf-8", errors="replace"),
                 re.MULTILINE,
             )
             if found:
@@ -123,10 +143,17 @@ def _is_development(version: str) -> bool:
     return ".dev" in version or "+" in version
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make the directory's latest renames durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _no_package(directory: Path) -> str:
+    root = directory.parent
+    wanted = "--root takes a site-packages folder or a checkout's python folder"
+    archive = next((path for path in (root, *root.parents) if path.is_file()), None)
+    if archive is not None:
+        return f"{archive}: is a file, and a zipped sglang cannot be edited; unpack it"
+    if directory.is_dir():
+        return (
+            f"{root}: holds no sglang/srt, only what an uninstalled sglang left behind; "
+            f"reinstall it; {wanted}"
+        )
+    if root.is_dir():
+        return f"{root}: holds no sglang/srt; {wanted}"
+    return f"{root}: no such folder; {wanted}"

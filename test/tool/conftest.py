@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -7,6 +8,7 @@ from typing import Callable
 
 import pytest
 
+from inkling_mtp_staging.bases import EDITED_PATHS
 from inkling_mtp_staging.cli import main
 from inkling_mtp_staging.compose import compose_all, compose_source
 from inkling_mtp_staging.install import pristine_sources
@@ -58,11 +60,15 @@ class Tree:
         }
 
     def sources(self) -> dict[str, str]:
-        """Return the Python files of the package by their path in it."""
+        """Return the five files by their path in the package."""
         return {
-            str(file.relative_to(self.package)): file.read_text(encoding="utf-8")
-            for file in self.package.rglob("*.py")
+            path: (self.package / path).read_text(encoding="utf-8")
+            for path in EDITED_PATHS
         }
+
+    def leftovers(self) -> list[str]:
+        """Return the tool's own files."""
+        return [name for name in self.contents() if "inkling_mtp_staging" in name]
 
 
 @pytest.fixture
@@ -72,8 +78,17 @@ def tree(tmp_path, pristine) -> Tree:
         file = root / "sglang" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source, encoding="utf-8")
+    (root / "sglang" / "__init__.py").write_text("raise AssertionError('imported')\n")
     (root / "sglang-0.5.19.dist-info").mkdir()
     return Tree(root)
+
+
+@pytest.fixture
+def on_path(tree, monkeypatch) -> Tree:
+    """Make this interpreter one that would import the tree's sglang."""
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    monkeypatch.syspath_prepend(str(tree.root))
+    return tree
 
 
 @dataclass
@@ -105,12 +120,12 @@ class Outcome:
 
 
 @pytest.fixture
-def tool(tree, edits, capsys) -> Callable[..., Outcome]:
+def tool(on_path, edits, capsys) -> Callable[..., Outcome]:
     """Run a command of the tool on `tree`."""
 
     def run(*arguments: str) -> Outcome:
         capsys.readouterr()
-        status = main([*arguments, "--root", str(tree.root)])
+        status = main([*arguments, "--root", str(on_path.root)])
         return Outcome(status, *capsys.readouterr())
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inkling_mtp_staging.compose import ComposeError, compose_all
+from inkling_mtp_staging.compose import ComposeError, compose_all, compose_source
 
 UPSTREAM = '''\
 import os
@@ -195,3 +195,45 @@ def test_all_failures_of_all_files_are_listed(tmp_path):
         ("c.py", "the edit"),
     ]
     assert len(str(caught.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("upstream", "reason"),
+    [
+        (UPSTREAM.replace("\n", "\r\n"), "has line endings other than LF"),
+        (UPSTREAM.replace("import os\n", "import os\r\n"), "has line endings other"),
+        ("\ufeff" + UPSTREAM, "is not valid Python at line 1"),
+        ("", "has no statement"),
+        ("# nothing\n", "has no statement"),
+        ("import os\0\n", "is not valid Python"),
+        ("x = " + "(" * 5000 + ")" * 5000, "is not valid Python"),
+        ("f(a=1, *b for b in c)\n", "is not valid Python at line 1"),
+    ],
+)
+def test_upstream_that_cannot_be_composed(upstream, reason):
+    with pytest.raises(ComposeError) as caught:
+        compose_source(upstream, "def new(): ...\n", path="srt/some/module.py")
+    (failure,) = caught.value.failures
+    assert str(failure).startswith(f"srt/some/module.py: the module: upstream {reason}")
+    assert "\n" not in str(failure)
+
+
+def test_a_definition_inside_another_statement_is_not_taken_for_a_new_one(compose):
+    upstream = (
+        "class Worker:\n    if FAST:\n        def step(self):\n            pass\n"
+    )
+    edit = "class Worker:\n    def step(self):\n        go()\n"
+    assert failures_of(compose, edit, upstream) == [
+        "srt/some/module.py: Worker.step: upstream defines it inside another "
+        "statement, out of reach"
+    ]
+    upstream = "import os\n\nif FAST:\n    def run():\n        pass\n"
+    assert failures_of(compose, "def run():\n    go()\n", upstream) == [
+        "srt/some/module.py: run: upstream defines it inside another statement, "
+        "out of reach"
+    ]
+
+
+def test_an_edit_file_without_an_edit():
+    with pytest.raises(ComposeError, match="the module: the edit has no statement"):
+        compose_source(UPSTREAM, "# to do\n", path="srt/some/module.py")

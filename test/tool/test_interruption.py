@@ -35,10 +35,6 @@ def die_at_rename(number: int, root: Path, command: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
 
-def leftovers(tree) -> list[str]:
-    return [name for name in tree.contents() if "inkling_mtp_staging" in name]
-
-
 @pytest.mark.parametrize("number", range(RENAMES_OF_APPLY))
 def test_interrupted_apply(tree, tool, pristine, composed, number):
     die_at_rename(number, tree.root, "apply")
@@ -47,12 +43,12 @@ def test_interrupted_apply(tree, tool, pristine, composed, number):
     assert done.out.count("pristine") == 5
     assert ("interrupted apply was rolled back" in done.out) == (number > 0)
     assert tree.sources() == pristine
-    assert not leftovers(tree)
+    assert not tree.leftovers()
 
     die_at_rename(number, tree.root, "apply")
     assert tool("apply").status == 0
     assert tree.sources() == composed
-    assert leftovers(tree) == [f"sglang/{STATE_NAME}"]
+    assert tree.leftovers() == [f"sglang/{STATE_NAME}"]
 
 
 @pytest.mark.parametrize("number", range(RENAMES_OF_REVERT))
@@ -63,7 +59,7 @@ def test_interrupted_revert(tree, tool, pristine, composed, number):
     assert done.status == 0
     assert ("interrupted revert was completed" in done.out) == (number > 0)
     assert tree.sources() == pristine
-    assert not leftovers(tree)
+    assert not tree.leftovers()
 
 
 @pytest.mark.parametrize("number", range(RENAMES_OF_APPLY))
@@ -76,7 +72,7 @@ def test_interrupted_update(tree, tool, edits, pristine, composed, number):
     assert tree.sources() == composed
     assert tool("revert").status == 0
     assert tree.sources() == pristine
-    assert not leftovers(tree)
+    assert not tree.leftovers()
 
 
 def test_diff_of_an_interrupted_package_changes_nothing(tree, tool):
@@ -119,7 +115,7 @@ def test_failing_rename_is_rolled_back_at_once(
     assert done.status == 2
     assert "Input/output error" in done.err
     assert tree.sources() == pristine
-    assert not leftovers(tree)
+    assert not tree.leftovers()
 
 
 def test_failing_write_leaves_nothing_behind(tree, tool, monkeypatch):

@@ -217,7 +217,6 @@ class TestInklingDraftExtendStaging(CustomTestCase):
         for bs in sizes:
             spec = self.random_spec(rng, bs)
             lab.run_step(self.random_spec(rng, 16))  # leaves 16 live rows behind
-            before = None
             lab.restore_state()
             torch.cuda.synchronize()
             batch = lab.batch_of(spec)

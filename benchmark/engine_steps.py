@@ -27,7 +27,8 @@ def parse_args():
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--model", help="checkpoint folder; default: dummy weights")
+    parser.add_argument("--model", help="checkpoint folder; made if not there")
+    parser.add_argument("--accept-length", type=float, default=2.5)
     return parser.parse_args()
 
 
@@ -41,16 +42,16 @@ def main():
 
     import sglang
 
-    from inkling_mtp_staging.tiny_inkling import write_config
+    from inkling_mtp_staging.tiny_inkling import Recipe, Shape
+    from inkling_mtp_staging.tiny_inkling.checkpoint import write_checkpoint
 
-    model = args.model
-    if model is None:
-        model = tempfile.mkdtemp(prefix="tiny-inkling-")
-        write_config(Path(model), num_layers=args.layers, hidden_size=args.hidden)
+    model = Path(args.model or tempfile.mkdtemp(prefix="tiny-inkling-"))
+    if not (model / "config.json").exists():
+        shape = Shape(num_layers=args.layers, hidden_size=args.hidden)
+        write_checkpoint(model, Recipe(shape, accept_length=args.accept_length))
     tic = time.perf_counter()
     engine = sglang.Engine(
-        model_path=model,
-        load_format="auto" if args.model else "dummy",
+        model_path=str(model),
         skip_tokenizer_init=True,
         attention_backend="fa4",
         sampling_backend="pytorch",

@@ -420,6 +420,8 @@ class StepLab:
         ).cuda()
         draft_input.future_indices = batch.req_pool_indices
         batch.spec_info = draft_input
+        # Made here: a copy to the GPU waits for the stream, and a step must not.
+        batch.lab_accept_lens = torch.tensor(spec.accept_lens, device="cuda")
         return batch
 
     def run_step(self, spec: StepSpec, *, before_sample=None, batch=None):
@@ -429,10 +431,8 @@ class StepLab:
             batch = self.batch_of(spec)
         self._before_sample = before_sample
         self.forward_stream.wait_stream(torch.cuda.current_stream())
+        self._accept_lens = batch.lab_accept_lens
         with torch.no_grad(), torch.cuda.stream(self.forward_stream):
-            # Made on the stream that reads it, so that its memory is not handed
-            # out again while an earlier step still has to read it.
-            self._accept_lens = torch.tensor(spec.accept_lens, device="cuda")
             result = self.worker.forward_batch_generation(batch)
         runner = self.worker.last_shared_read_runner
         event = runner.shared_read_done_event

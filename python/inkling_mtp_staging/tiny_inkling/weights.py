@@ -11,6 +11,11 @@ All norms are one except ``q_norm``, whose gain lets a key's sign override a dis
 
 from __future__ import annotations
 
+import os
+import zlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Iterator
 
 import torch
@@ -42,10 +47,11 @@ NEAR_NATS, FAR_NATS, SELF_NATS, KEY_NATS = 60.0, 52.0, 36.0, 8.0
 
 
 class _Draw:
-    """Seeded tensors; the order of the calls is part of the checkpoint."""
+    """Seeded tensors of one part; the order of its calls is part of the checkpoint."""
 
-    def __init__(self, seed: int):
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, part: str):
+        mixed = zlib.crc32(f"{seed} {part}".encode())
+        self._generator = torch.Generator().manual_seed(mixed)
 
     def noise(self, *size: int, scale: float) -> torch.Tensor:
         return torch.randn(size, generator=self._generator) * scale
@@ -168,33 +174,63 @@ def _block(
 def tensors(
     shape: Shape, election: Election, seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's (name, bfloat16 CPU tensor) pairs, layer by layer."""
-    for name, tensor in _tensors(shape, election, seed):
-        yield name, tensor.to(torch.bfloat16).contiguous()
+    """Yield the checkpoint's (name, bfloat16 CPU tensor) pairs, part by part.
+
+    Parts are drawn on all cores, at most so many ahead of the consumer.
+    """
+    voting = {layer.layer_id: layer for layer in election.layers}
+    parts = [lambda: _ends(shape, election, seed)]
+    for layer_id in range(shape.num_layers):
+        parts.append(
+            partial(
+                _prefixed_block,
+                _Draw(seed, f"layer {layer_id}"),
+                f"model.llm.layers.{layer_id}",
+                shape,
+                layer_id in shape.local_layer_ids,
+                voting.get(layer_id),
+            )
+        )
+    for depth in range(shape.num_mtp_heads):
+        parts.append(partial(_mtp_head, shape, election, seed, depth))
+    workers = os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        drawn = deque()
+        for part in parts:
+            drawn.append(pool.submit(_as_bfloat16, part))
+            if len(drawn) > workers:
+                yield from drawn.popleft().result()
+        while drawn:
+            yield from drawn.popleft().result()
 
 
-def _tensors(shape, election, seed):
-    draw, hidden = _Draw(seed), shape.hidden_size
-    embed, unembed = _embed_and_unembed(draw, shape, election)
+def _as_bfloat16(part) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t.to(torch.bfloat16).contiguous()) for name, t in part()]
+
+
+def _ends(shape: Shape, election: Election, seed: int):
+    embed, unembed = _embed_and_unembed(_Draw(seed, "ends"), shape, election)
     yield "model.llm.embed.weight", embed
     yield "model.llm.unembed.weight", unembed
-    yield "model.llm.embed_norm.weight", torch.ones(hidden)
-    yield "model.llm.norm.weight", torch.ones(hidden)
-    voting = {layer.layer_id: layer for layer in election.layers}
-    for layer_id in range(shape.num_layers):
-        is_local = layer_id in shape.local_layer_ids
-        for name, tensor in _block(draw, shape, is_local, voting.get(layer_id)):
-            yield f"model.llm.layers.{layer_id}.{name}", tensor
-    for depth in range(shape.num_mtp_heads):
-        prefix = f"model.mtp.layers.{depth}"
-        for norm in ("hidden_norm", "embed_norm"):
-            yield f"{prefix}.{norm}.weight", torch.ones(hidden)
-        from_hidden = draw.noise(hidden, hidden, scale=NOISE / hidden**0.5)
-        from_hidden[:CODE] = 0
-        yield (
-            f"{prefix}.input_proj.weight",
-            torch.cat((from_hidden, torch.eye(hidden)), dim=1),
-        )
-        is_local = depth in shape.mtp_local_layer_ids
-        for name, tensor in _block(draw, shape, is_local, election.draft):
-            yield f"{prefix}.transformer_block.{name}", tensor
+    yield "model.llm.embed_norm.weight", torch.ones(shape.hidden_size)
+    yield "model.llm.norm.weight", torch.ones(shape.hidden_size)
+
+
+def _prefixed_block(draw: _Draw, prefix: str, *block):
+    for name, tensor in _block(draw, *block):
+        yield f"{prefix}.{name}", tensor
+
+
+def _mtp_head(shape: Shape, election: Election, seed: int, depth: int):
+    draw, hidden = _Draw(seed, f"MTP {depth}"), shape.hidden_size
+    prefix = f"model.mtp.layers.{depth}"
+    yield f"{prefix}.hidden_norm.weight", torch.ones(hidden)
+    yield f"{prefix}.embed_norm.weight", torch.ones(hidden)
+    from_hidden = draw.noise(hidden, hidden, scale=NOISE / hidden**0.5)
+    from_hidden[:CODE] = 0
+    input_proj = torch.cat((from_hidden, torch.eye(hidden)), dim=1)
+    yield f"{prefix}.input_proj.weight", input_proj
+    is_local = depth in shape.mtp_local_layer_ids
+    yield from _prefixed_block(
+        draw, f"{prefix}.transformer_block", shape, is_local, election.draft
+    )

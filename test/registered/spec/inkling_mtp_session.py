@@ -66,7 +66,7 @@ def boot(args):
         page_size=args.page_size,
         context_length=4096,
         chunked_prefill_size=512,
-        cuda_graph_bs_decode=[1, 2, 4, 8, 16, 32],
+        cuda_graph_bs_decode=[1, 2, 8, 32],
         disable_prefill_cuda_graph=True,
         log_level="info",
         random_seed=1,

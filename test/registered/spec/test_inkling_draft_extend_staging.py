@@ -63,6 +63,10 @@ class TestInklingDraftExtendStaging(CustomTestCase):
     def expected_fence(self):
         return "target" if self.lab.config.staging else "coarse"
 
+    @property
+    def unstaged_fence(self):
+        return "draft" if self.lab.config.staging else "coarse"
+
     def edge_lengths(self):
         front = self.lab.draft.draft_extend_num_front_tokens
         page = self.lab.config.page_size
@@ -156,7 +160,7 @@ class TestInklingDraftExtendStaging(CustomTestCase):
                 poisoned = self.lab.observe(
                     spec, poison=self.lab.poison_mappings, mapping_names=[name]
                 )
-                self.assertEqual(clean.fence, "draft")
+                self.assertEqual(clean.fence, self.unstaged_fence)
                 caught += bool(self.lab.differences(clean, poisoned))
             self.report[f"late_reads_caught_{name}"] = caught
             self.assertEqual(caught, 3, name)
@@ -293,9 +297,7 @@ class TestInklingDraftExtendStaging(CustomTestCase):
         never = lambda forward_batch: False
         spec = self.random_spec(rng, 6)
         eager_target = with_patch(target_graphs, "can_run_graph", never, spec)
-        self.assertEqual(
-            eager_target.fence, "draft" if lab.config.staging else "coarse"
-        )
+        self.assertEqual(eager_target.fence, self.unstaged_fence)
         if lab.config.staging:
             # The bucket fits when staging asks, and is refused when the draft runs.
             answers = iter([True, False, False])

@@ -31,6 +31,8 @@ BOOT_LIMIT_S = 420
 SMALL_POOL = ("--max-total-tokens", "8192", "--workloads", "churn")
 
 GREEDY_SETTINGS = {
+    "churn": SMALL_POOL,
+    "churn_page16_per_step": (*SMALL_POOL, "--page-size", "16", "--per-step-graphs"),
     "page1": (),
     "page1_per_step": ("--per-step-graphs",),
     "page1_no_fix": ("--no-boundary-kv-fix",),
@@ -44,8 +46,6 @@ GREEDY_SETTINGS = {
     "page128_per_step_no_fix": (
         *("--page-size", "128", "--per-step-graphs", "--no-boundary-kv-fix"),
     ),
-    "churn": SMALL_POOL,
-    "churn_page16_per_step": (*SMALL_POOL, "--page-size", "16", "--per-step-graphs"),
 }
 SAMPLED_SETTINGS = {
     "sampled": ("--rejection-sampling", "--workloads", "sampled"),
@@ -104,7 +104,7 @@ class TestInklingMTPEndToEnd(CustomTestCase):
         cls.logs.mkdir(parents=True, exist_ok=True)
         wanted = os.environ.get("MTP_E2E_SETTINGS")
         names = wanted.split(",") if wanted else None
-        settings = {**GREEDY_SETTINGS, **SAMPLED_SETTINGS}
+        settings = {**SAMPLED_SETTINGS, **GREEDY_SETTINGS}
         cls.settings = {
             n: a for n, a in settings.items() if names is None or n in names
         }

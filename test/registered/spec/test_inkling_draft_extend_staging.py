@@ -352,8 +352,9 @@ class TestInklingDraftExtendStaging(CustomTestCase):
         self.report["race_steps"] = SOAK_STEPS
         self.report["race_fences"] = raced.fences
         self.report["race_steps_queued_ahead"] = raced.queued_ahead
-        # A scribble queued after its step had begun might have raced nothing.
-        self.assertGreater(raced.queued_ahead, 0.99 * SOAK_STEPS)
+        # A scribble queued after its step had begun might have raced nothing. The
+        # host starts level with the GPU after every 64 steps, so a few are.
+        self.assertGreater(raced.queued_ahead, 0.95 * SOAK_STEPS)
         mismatches = int((serial.log != raced.log).any(dim=1).sum())
         self.report["race_mismatches"] = mismatches
         self.assertEqual(mismatches, 0)

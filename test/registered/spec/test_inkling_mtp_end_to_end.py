@@ -152,11 +152,8 @@ class TestInklingMTPEndToEnd(CustomTestCase):
         self.assertNotIn("failure", result, f"{name}, {side}")
         return result
 
-    def each(self, settings):
-        for name in settings:
-            if name in self.settings:
-                with self.subTest(name):
-                    yield name
+    def picked(self, settings):
+        return [name for name in settings if name in self.settings]
 
     def test_answers_are_the_checkpoints_own(self):
         for name, side in self.results:
@@ -165,31 +162,40 @@ class TestInklingMTPEndToEnd(CustomTestCase):
                 self.assertEqual(result["wrong"], 0, result["first_wrong"])
 
     def test_patched_accepts_the_same_drafts(self):
-        for name in self.each(n for n in GREEDY_SETTINGS if "churn" not in n):
-            patched, release = (self.result(name, s) for s in ("patched", "release"))
-            self.assertEqual(patched["batches"], release["batches"])
-            self.assertEqual(patched["prefix"], release["prefix"])
-            if "eight" not in name:
+        """With the fix off, the release's drafts read draft KV that nobody wrote, so
+        its accept counts follow what an earlier request left there: tokens only."""
+        for name in self.picked(n for n in GREEDY_SETTINGS if "churn" not in n):
+            with self.subTest(name):
+                patched, release = (
+                    self.result(name, side) for side in ("patched", "release")
+                )
+                if "no_fix" not in name:
+                    self.assertEqual(patched["batches"], release["batches"])
+                    self.assertEqual(patched["prefix"], release["prefix"])
+                most = 3.5 if "eight" not in name else 8.5
                 for batch in patched["batches"].values():
                     self.assertGreater(batch["accept_length"], 1.5)
-                    self.assertLess(batch["accept_length"], 3.5)
+                    self.assertLess(batch["accept_length"], most)
 
     def test_every_decode_step_was_staged(self):
-        for name in self.each(self.settings):
-            fences = self.result(name, "patched")["fences"]
-            self.assertGreater(fences.get("decode:target", 0), 0, fences)
-            self.assertEqual(set(fences) - {"decode:target"}, {"prefill:coarse"})
-            fences = self.result(name, "release")["fences"]
-            self.assertEqual(set(fences), {"decode:coarse", "prefill:coarse"})
+        for name in self.picked(self.settings):
+            with self.subTest(name):
+                fences = self.result(name, "patched")["fences"]
+                self.assertEqual(set(fences), {"decode:target", "prefill:coarse"})
+                fences = self.result(name, "release")["fences"]
+                self.assertEqual(set(fences), {"decode:coarse", "prefill:coarse"})
 
     def test_sampled_distributions_agree(self):
-        for name in self.each(SAMPLED_SETTINGS):
-            sides = (self.result(name, s)["sampled"] for s in ("patched", "release"))
-            for place, (patched, release) in enumerate(zip(*sides), 2):
-                bins, p = chi_square_p(patched, release)
-                print(f"MTP_E2E {name} place {place}: {bins} bins, p = {p:.3f}")
-                self.assertGreater(bins, 4)
-                self.assertGreater(p, 0.01)
+        for name in self.picked(SAMPLED_SETTINGS):
+            with self.subTest(name):
+                sides = (
+                    self.result(name, s)["sampled"] for s in ("patched", "release")
+                )
+                for place, (patched, release) in enumerate(zip(*sides), 2):
+                    bins, p = chi_square_p(patched, release)
+                    print(f"MTP_E2E {name} place {place}: {bins} bins, p = {p:.3f}")
+                    self.assertGreater(bins, 4)
+                    self.assertGreater(p, 0.01)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def boot(args):
         speculative_num_draft_tokens=args.steps + 1,
         enable_multi_layer_eagle=True,
         mem_fraction_static=args.mem_fraction,
-        max_total_tokens=65536,
+        max_total_tokens=32768,
         max_running_requests=32,
         page_size=1,
         context_length=8192,

@@ -108,8 +108,12 @@ def main():
         Server(side, boot, args) for boot in range(args.boots) for side in args.side
     ]
     try:
-        for server in servers:
-            server.wait()
+        for server in list(servers):
+            try:
+                server.wait()
+            except RuntimeError as error:
+                print(f"left out: {error}", file=sys.stderr, flush=True)
+                servers.remove(server)
         print(f"{len(servers)} servers up", flush=True)
         for server in servers:
             server.bench(args, 1e9, 64, seed=1)
@@ -132,10 +136,12 @@ def main():
     for share in (0.5, 0.9):
         for side in args.side:
             rows = [r for r in runs if (r["side"], r["share"]) == (side.name, share)]
+            if not rows:
+                continue
             medians = {
                 f: round(statistics.median(r[f] for r in rows), 3)
                 for f in FIELDS
-                if rows and rows[0][f] is not None
+                if rows[0][f] is not None
             }
             summary.append({"share": share, "side": side.name, **medians})
     result = {"command": sys.argv, "saturation": saturation, "summary": summary}

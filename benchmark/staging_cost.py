@@ -7,6 +7,7 @@ GPU tests: the real Scheduler, worker, backends and graphs on a small Inkling.
 """
 
 import argparse
+import fcntl
 import json
 import statistics
 import sys
@@ -27,6 +28,7 @@ def parse_args():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lock", type=Path, help="measure one process at a time")
     return parser.parse_args()
 
 
@@ -142,6 +144,9 @@ def main():
             num_requests=most,
         )
     )
+    if args.lock:
+        lock = args.lock.open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     rows = []
     for batch_size in args.batch:
         spec = inkling_step_lab.StepSpec(

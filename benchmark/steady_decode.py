@@ -27,7 +27,9 @@ def parse_args():
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--profile-batch", type=int, default=0, help="0: no profile")
-    parser.add_argument("--engine-args", nargs="*", default=[], metavar="--ARG")
+    parser.add_argument(
+        "--engine-arg", action="append", default=[], help="passed to engine_worker.py"
+    )
     return parser.parse_args()
 
 
@@ -85,13 +87,22 @@ def main():
     args = parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     engine_args = ["--model", args.model, "--steps", str(args.steps)]
-    engine_args += ["--combined", str(args.combined), *args.engine_args]
+    engine_args += ["--combined", str(args.combined), *args.engine_arg]
     workers = [
         Worker("engine_worker.py", side, boot, engine_args, args.logs)
         for boot in range(args.boots)
         for side in args.side
     ]
-    boots = [{"side": w.side.name, "boot": w.boot, **w.result()} for w in workers]
+    boots, failed = [], []
+    for worker in list(workers):
+        who = {"side": worker.side.name, "boot": worker.boot}
+        try:
+            boots.append({**who, **worker.result()})
+        except RuntimeError as error:
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+            failed.append({**who, "error": str(error)[-600:]})
+            workers.remove(worker)
+    names = [s.name for s in args.side if any(b["side"] == s.name for b in boots)]
     print(f"{len(workers)} engines up: {boots}", flush=True)
     runs, rng = [], random.Random(1)
     for round_, batch in product(range(args.rounds + 1), args.batch):
@@ -116,7 +127,8 @@ def main():
     result = {
         "command": sys.argv,
         "boots": boots,
-        "summary": summarise(runs, [s.name for s in args.side], args.batch),
+        "failed_boots": failed,
+        "summary": summarise(runs, names, args.batch),
         "same_tokens": {
             batch: len({r["md5"] for r in runs if r["batch"] == batch}) == 1
             for batch in args.batch

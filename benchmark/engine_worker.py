@@ -41,6 +41,7 @@ def boot(args):
         enable_multi_layer_eagle=True,
         mem_fraction_static=args.mem_fraction,
         max_total_tokens=32768,
+        swa_full_tokens_ratio=1.0,  # room for 32 requests in the window pool as well
         max_running_requests=32,
         page_size=1,
         context_length=8192,

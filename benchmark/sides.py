@@ -96,9 +96,12 @@ class Worker:
             )
         return json.loads(line)
 
-    def do(self, **job) -> dict:
+    def send(self, **job) -> None:
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
+
+    def do(self, **job) -> dict:
+        self.send(**job)
         return self.result()
 
     def stop(self) -> None:

@@ -53,7 +53,7 @@ def ratio_with_error(samples, side, reference):
     return median(a) / median(b), statistics.stdev(draws)
 
 
-def summarise(runs, names, batches):
+def rows_of(runs, names, batches):
     rows = []
     for batch, name in product(batches, names):
         samples = {}
@@ -83,6 +83,16 @@ def summarise(runs, names, batches):
     return rows
 
 
+def summarise(result, names, args):
+    """Write what is known so far, so that an interrupted benchmark is not lost."""
+    result["summary"] = rows_of(result["runs"], names, args.batch)
+    result["same_tokens"] = {
+        batch: len({r["md5"] for r in result["runs"] if r["batch"] == batch}) == 1
+        for batch in args.batch
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main():
     args = parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -104,44 +114,44 @@ def main():
             workers.remove(worker)
     names = [s.name for s in args.side if any(b["side"] == s.name for b in boots)]
     print(f"{len(workers)} engines up: {boots}", flush=True)
-    runs, rng = [], random.Random(1)
-    for round_, batch in product(range(args.rounds + 1), args.batch):
-        for worker in rng.sample(workers, len(workers)):
-            run = worker.do(job="decode", batch=batch, tokens=args.tokens)
-            if round_:  # the first round compiles and fills the prefix cache
-                who = {"side": worker.side.name, "boot": worker.boot, "batch": batch}
-                runs.append({**who, **run})
-    profiles = []
-    if args.profile_batch:
+    for batch in args.batch:  # compile and fill the prefix caches, all at a time
         for worker in workers:
-            profile = worker.do(job="profile", batch=args.profile_batch, tokens=128)
-            profiles.append({"side": worker.side.name, "boot": worker.boot, **profile})
-    fences = {}
-    for worker in workers:
-        worker.stop()
-        path = worker.log.with_suffix(".fences")
-        if path.exists():
-            fences[f"{worker.side.name}, boot {worker.boot}"] = json.loads(
-                path.read_text()
-            )
+            worker.send(job="decode", batch=batch, tokens=args.tokens)
+        for worker in workers:
+            worker.result()
     result = {
         "command": sys.argv,
         "boots": boots,
         "failed_boots": failed,
-        "summary": summarise(runs, names, args.batch),
-        "same_tokens": {
-            batch: len({r["md5"] for r in runs if r["batch"] == batch}) == 1
-            for batch in args.batch
-        },
-        "fences": fences,
-        "profiles": profiles,
-        "runs": runs,
+        "profiles": [],
+        "runs": [],
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    rng = random.Random(1)
+    for round_ in range(args.rounds):
+        for batch in args.batch:
+            for worker in rng.sample(workers, len(workers)):
+                run = worker.do(job="decode", batch=batch, tokens=args.tokens)
+                who = {"side": worker.side.name, "boot": worker.boot, "batch": batch}
+                result["runs"].append({**who, **run})
+        if round_:
+            summarise(result, names, args)
+    for worker in workers:
+        if args.profile_batch and worker.boot == 0:
+            profile = worker.do(job="profile", batch=args.profile_batch, tokens=128)
+            result["profiles"].append({"side": worker.side.name, **profile})
+            summarise(result, names, args)
+    result["fences"] = {}
+    for worker in workers:
+        worker.stop()
+        path = worker.log.with_suffix(".fences")
+        if path.exists():
+            who = f"{worker.side.name}, boot {worker.boot}"
+            result["fences"][who] = json.loads(path.read_text())
+    summarise(result, names, args)
     for row in result["summary"]:
         print(row)
-    print("same tokens:", result["same_tokens"], "fences:", fences)
-    print("profiles:", [(p["side"], p["boot"], p["gpu_idle_share"]) for p in profiles])
+    print("same tokens:", result["same_tokens"], "fences:", result["fences"])
+    print("idle:", [(p["side"], p["gpu_idle_share"]) for p in result["profiles"]])
 
 
 if __name__ == "__main__":

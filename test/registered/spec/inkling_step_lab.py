@@ -137,7 +137,7 @@ def boot(config: LabConfig) -> "StepLab":
         max_running_requests=config.num_requests,
         max_total_tokens=(config.num_requests + 4) * ROW_TOKENS,
         swa_full_tokens_ratio=1.0,
-        max_mamba_cache_size=max(256, 4 * config.num_requests),
+        max_mamba_cache_size=max(256, 8 * config.num_requests),
         mem_fraction_static=0.4,
         cuda_graph_bs_decode=list(config.capture_bs),
         disable_prefill_cuda_graph=True,

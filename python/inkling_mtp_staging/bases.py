@@ -149,8 +149,3 @@ def nearest_base(digests: Mapping[str, str]) -> Base:
             base.sha256[path] == digest for path, digest in digests.items()
         ),
     )
-
-
-def identify_base(digests: Mapping[str, str]) -> Base | None:
-    """Return the base whose five digests are exactly `digests`, or None."""
-    return next((base for base in BASES if base.sha256 == dict(digests)), None)

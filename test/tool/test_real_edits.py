@@ -77,6 +77,7 @@ def test_diff_applies_in_a_checkout_and_equals_apply(
     tool("apply", tree.root)
     assert tree.sources() == composed
     assert tool("diff", tree.root) == patch
+    assert "inkling_mtp_staging" not in patch
 
     checkout = tmp_path / "checkout"
     for path, source in pristine.items():

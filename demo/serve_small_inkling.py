@@ -1,4 +1,4 @@
-"""Launch the patched server on a small Inkling with MTP, and ask it for tokens."""
+"""Make a small Inkling, serve it with the patch, and ask it for text over HTTP."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
 START_LIMIT_S = 600
 
 
@@ -21,7 +20,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def post(url: str, body: dict) -> list:
+def post(url: str, body: dict) -> dict:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -39,7 +38,8 @@ def wait_until_healthy(url: str, server: subprocess.Popen, log: Path) -> None:
             print(f"  ready after {time.monotonic() - start:.0f} s")
             return
         except OSError:
-            print(f"  compiling and capturing, {time.monotonic() - start:.0f} s")
+            waited = time.monotonic() - start
+            print(f"  compiling and capturing, {waited:.0f} s", flush=True)
             time.sleep(10)
     sys.exit(f"demo: no answer within {START_LIMIT_S} s; see {log}")
 
@@ -53,60 +53,63 @@ def stop(server: subprocess.Popen) -> None:
         server.wait()
 
 
+def accept_length(url: str) -> float:
+    with urllib.request.urlopen(url + "/server_info", timeout=30) as response:
+        return json.load(response)["internal_states"][0]["avg_spec_accept_length"]
+
+
 def main():
-    from inkling_mtp_staging.tiny_inkling import write_config
+    from inkling_mtp_staging.cli import main as inkling_mtp_staging
+    from inkling_mtp_staging.tiny_inkling import Recipe, Shape
+    from inkling_mtp_staging.tiny_inkling.checkpoint import write_checkpoint
 
     work = Path(tempfile.mkdtemp(prefix="inkling-demo-"))
-    write_config(work / "model", num_layers=4, hidden_size=1024)
-    fences, log, port = work / "fences.json", work / "server.log", free_port()
-    env = dict(os.environ, FENCE_PROBE_OUT=str(fences))
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(REPOSITORY / "benchmark" / "fence_probe"), env.get("PYTHONPATH", "")]
-    )
+    model, log, port = work / "model", work / "server.log", free_port()
+    recipe = Recipe(Shape())
+    print(f"Making a small Inkling in {model}", flush=True)
+    write_checkpoint(model, recipe)
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),
-        *("--model-path", str(work / "model"), "--load-format", "dummy"),
-        *("--skip-tokenizer-init", "--attention-backend", "fa4"),
+        *("--model-path", str(model), "--attention-backend", "fa4"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-        *("--enable-multi-layer-eagle", "--mem-fraction-static", "0.6"),
+        *("--enable-multi-layer-eagle", "--mem-fraction-static", "0.3"),
         *("--context-length", "8192", "--page-size", "1"),
         *("--max-total-tokens", "65536", "--max-running-requests", "16"),
-        *("--cuda-graph-bs-decode", "1", "2", "4"),
+        *("--cuda-graph-bs-decode", "1", "2", "4", "--enable-metrics"),
         *("--disable-prefill-cuda-graph", "--port", str(port)),
     ]
-    print(f"Starting the patched server on port {port} (log: {log})")
+    print(f"Starting the patched server on port {port} (log: {log})", flush=True)
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=env, stdout=out, stderr=out, start_new_session=True
+            command, stdout=out, stderr=out, start_new_session=True
         )
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, server, log)
-        prompts = [[(7 * i + 3 * j) % 1000 + 5 for j in range(64)] for i in range(4)]
-        answers = post(
-            url + "/generate",
-            {
-                "input_ids": prompts,
-                "sampling_params": {
+        for line in log.read_text().splitlines():
+            if "staging edits" in line or "metadata is staged" in line:
+                print(f"  server: {line}")
+        for prompt in ("Once upon a time", " kala beka. What next?"):
+            answer = post(
+                url + "/v1/completions",
+                {
+                    "model": str(model),
+                    "prompt": prompt,
                     "temperature": 0,
-                    "max_new_tokens": 64,
-                    "ignore_eos": True,
+                    "max_tokens": 256,
                 },
-            },
+            )
+            text = answer["choices"][0]["text"]
+            print(f"  {prompt!r} ->{text[:72]} ...")
+        print(
+            f"  accept length {accept_length(url):.2f} tokens a step, "
+            f"{recipe.expected_accept_length():.2f} expected"
         )
-        for answer in answers:
-            meta = answer["meta_info"]
-            accept = meta["completion_tokens"] / meta["spec_verify_ct"]
-            print(f"  {answer['output_ids'][:8]} ..., accept length {accept:.2f}")
-        print("  (dummy weights: the tokens mean nothing)")
-        counts = json.loads(fences.read_text()) if fences.exists() else {}
+        staged = inkling_mtp_staging(["status", "--url", url]) == 0
     finally:
         stop(server)
-    staged = counts.get("decode:target", 0)
-    decode = sum(n for name, n in counts.items() if name.startswith("decode"))
-    print(f"  decode steps staged and fenced by the target: {staged} of {decode}")
     if not staged:
         sys.exit("demo: no step was staged; see the server's log")
     print("OK")

@@ -42,6 +42,7 @@ class LabConfig:
     staging: bool = True
     mtp_local_layer_ids: Sequence[int] = ()
     capture_bs: Sequence[int] = tuple(CAPTURE_BS)
+    num_requests: int = NUM_REQUESTS
 
 
 def write_model(path: str, config: LabConfig) -> None:
@@ -133,10 +134,10 @@ def boot(config: LabConfig) -> "StepLab":
         enable_multi_layer_eagle=True,
         page_size=config.page_size,
         context_length=1024,
-        max_running_requests=NUM_REQUESTS,
-        max_total_tokens=(NUM_REQUESTS + 4) * ROW_TOKENS,
+        max_running_requests=config.num_requests,
+        max_total_tokens=(config.num_requests + 4) * ROW_TOKENS,
         swa_full_tokens_ratio=1.0,
-        max_mamba_cache_size=256,
+        max_mamba_cache_size=max(256, 4 * config.num_requests),
         mem_fraction_static=0.4,
         cuda_graph_bs_decode=list(config.capture_bs),
         disable_prefill_cuda_graph=True,
@@ -262,7 +263,7 @@ class StepLab:
 
         scheduler = self.scheduler
         requests = []
-        for i in range(NUM_REQUESTS):
+        for i in range(self.config.num_requests):
             params = SamplingParams(max_new_tokens=64, temperature=0, ignore_eos=True)
             params.normalize(None)
             requests.append(
@@ -290,7 +291,10 @@ class StepLab:
                 )
                 scheduler.running_batch = plan.running_batch
                 batch = plan.batch_to_run
-                if batch.forward_mode.is_decode() and len(batch.reqs) == NUM_REQUESTS:
+                if (
+                    batch.forward_mode.is_decode()
+                    and len(batch.reqs) == self.config.num_requests
+                ):
                     break
                 result = scheduler.run_batch(batch)
                 scheduler._apply_war_barrier()
@@ -311,11 +315,11 @@ class StepLab:
         req_to_token = self.mappings["req_to_token"]
         rows = self.template.req_pool_indices.cpu()
         pages_per_row = ROW_TOKENS // page
-        num_pages = NUM_REQUESTS * pages_per_row
+        num_pages = self.config.num_requests * pages_per_row
         pages = (torch.randperm(num_pages, generator=generator) + 1).view(
-            NUM_REQUESTS, pages_per_row, 1
+            self.config.num_requests, pages_per_row, 1
         )
-        slots = (pages * page + torch.arange(page)).view(NUM_REQUESTS, -1)
+        slots = (pages * page + torch.arange(page)).view(self.config.num_requests, -1)
         req_to_token.zero_()
         req_to_token[rows.cuda(), : slots.shape[1]] = slots.int().cuda()
         full_to_swa = self.mappings["full_to_swa"]
@@ -329,7 +333,7 @@ class StepLab:
         conv = self.mappings["req_to_conv"]
         conv_slots = conv[rows.cuda()]
         conv.zero_()
-        order = torch.randperm(NUM_REQUESTS, generator=generator).cuda()
+        order = torch.randperm(self.config.num_requests, generator=generator).cuda()
         conv[rows.cuda()] = conv_slots[order]
 
     def _poison(self):
@@ -340,7 +344,7 @@ class StepLab:
         req_to_token[rows] = self.true_mappings["req_to_token"][rows.roll(5)]
         req_to_token[0, :ROW_TOKENS] = req_to_token[rows[0], :ROW_TOKENS]
         page = self.config.page_size
-        live = slice(page, page + NUM_REQUESTS * ROW_TOKENS)
+        live = slice(page, page + self.config.num_requests * ROW_TOKENS)
         swa = self.true_mappings["full_to_swa"]
         poison["full_to_swa"][live] = swa[live].roll(3 * page)
         poison["full_to_swa"][:page] = swa[page : 2 * page]
@@ -420,6 +424,8 @@ class StepLab:
         ).cuda()
         draft_input.future_indices = batch.req_pool_indices
         batch.spec_info = draft_input
+        # Made here: a copy to the GPU waits for the stream, and a step must not.
+        batch.lab_accept_lens = torch.tensor(spec.accept_lens, device="cuda")
         return batch
 
     def run_step(self, spec: StepSpec, *, before_sample=None, batch=None):
@@ -429,10 +435,8 @@ class StepLab:
             batch = self.batch_of(spec)
         self._before_sample = before_sample
         self.forward_stream.wait_stream(torch.cuda.current_stream())
+        self._accept_lens = batch.lab_accept_lens
         with torch.no_grad(), torch.cuda.stream(self.forward_stream):
-            # Made on the stream that reads it, so that its memory is not handed
-            # out again while an earlier step still has to read it.
-            self._accept_lens = torch.tensor(spec.accept_lens, device="cuda")
             result = self.worker.forward_batch_generation(batch)
         runner = self.worker.last_shared_read_runner
         event = runner.shared_read_done_event

@@ -61,7 +61,11 @@ class TestInklingDraftExtendStaging(CustomTestCase):
 
     @property
     def expected_fence(self):
-        return "target" if self.lab.config.staging else "draft"
+        return "target" if self.lab.config.staging else "coarse"
+
+    @property
+    def unstaged_fence(self):
+        return "draft" if self.lab.config.staging else "coarse"
 
     def edge_lengths(self):
         front = self.lab.draft.draft_extend_num_front_tokens
@@ -156,7 +160,7 @@ class TestInklingDraftExtendStaging(CustomTestCase):
                 poisoned = self.lab.observe(
                     spec, poison=self.lab.poison_mappings, mapping_names=[name]
                 )
-                self.assertEqual(clean.fence, "draft")
+                self.assertEqual(clean.fence, self.unstaged_fence)
                 caught += bool(self.lab.differences(clean, poisoned))
             self.report[f"late_reads_caught_{name}"] = caught
             self.assertEqual(caught, 3, name)
@@ -293,13 +297,14 @@ class TestInklingDraftExtendStaging(CustomTestCase):
         never = lambda forward_batch: False
         spec = self.random_spec(rng, 6)
         eager_target = with_patch(target_graphs, "can_run_graph", never, spec)
-        self.assertEqual(eager_target.fence, "draft")
-        # The bucket fits when staging asks, and is refused when the draft runs.
-        answers = iter([True, False, False])
-        staged_then_eager = with_patch(
-            composite, "can_run_graph", lambda fb: next(answers), spec
-        )
-        self.assertEqual(staged_then_eager.fence, "coarse")
+        self.assertEqual(eager_target.fence, self.unstaged_fence)
+        if lab.config.staging:
+            # The bucket fits when staging asks, and is refused when the draft runs.
+            answers = iter([True, False, False])
+            staged_then_eager = with_patch(
+                composite, "can_run_graph", lambda fb: next(answers), spec
+            )
+            self.assertEqual(staged_then_eager.fence, "coarse")
         missed = self.random_spec(rng, 17)
         bucket_miss = lab.observe(missed)
         self.assertEqual(bucket_miss.fence, "coarse")
@@ -310,14 +315,12 @@ class TestInklingDraftExtendStaging(CustomTestCase):
             ),
             [],
         )
-        self.assertEqual(
-            lab.differences(
-                staged_then_eager, with_patch(composite, "can_run_graph", never, spec)
-            ),
-            [],
-        )
+        if lab.config.staging:
+            never_graphed = with_patch(composite, "can_run_graph", never, spec)
+            self.assertEqual(lab.differences(staged_then_eager, never_graphed), [])
+            self.count("fallback_cases")
         self.assertEqual(lab.differences(bucket_miss, lab.observe(missed)), [])
-        self.count("fallback_cases", 3)
+        self.count("fallback_cases", 2)
 
     def test_09_no_draft_graph_node_holds_a_mapping_address(self):
         from cuda_graph_audit import Audit, audit_graph
@@ -349,8 +352,9 @@ class TestInklingDraftExtendStaging(CustomTestCase):
         self.report["race_steps"] = SOAK_STEPS
         self.report["race_fences"] = raced.fences
         self.report["race_steps_queued_ahead"] = raced.queued_ahead
-        # A scribble queued after its step had begun might have raced nothing.
-        self.assertGreater(raced.queued_ahead, 0.99 * SOAK_STEPS)
+        # A scribble queued after its step had begun might have raced nothing. The
+        # host starts level with the GPU after every 64 steps, so a few are.
+        self.assertGreater(raced.queued_ahead, 0.95 * SOAK_STEPS)
         mismatches = int((serial.log != raced.log).any(dim=1).sum())
         self.report["race_mismatches"] = mismatches
         self.assertEqual(mismatches, 0)

@@ -1,0 +1,134 @@
+"""A resident Engine with MTP that decodes what it is told and says how long it took."""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=int, required=True, help="file descriptor")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--combined", type=int, choices=(0, 1), required=True)
+    parser.add_argument("--attention-backend", default="fa4")
+    parser.add_argument("--mem-fraction", type=float, default=0.5)
+    parser.add_argument("--load-format", default="auto")
+    return parser.parse_args()
+
+
+def boot(args):
+    os.environ["SGLANG_ENABLE_SINGLE_CG_DRAFT"] = str(args.combined)
+    import sglang
+
+    return sglang.Engine(
+        model_path=args.model,
+        load_format=args.load_format,
+        skip_tokenizer_init=True,
+        attention_backend=args.attention_backend,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=args.steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=args.steps + 1,
+        enable_multi_layer_eagle=True,
+        mem_fraction_static=args.mem_fraction,
+        max_total_tokens=65536,
+        max_running_requests=32,
+        page_size=1,
+        context_length=8192,
+        cuda_graph_bs_decode=[1, 8, 32],
+        disable_prefill_cuda_graph=True,
+        sleep_on_idle=True,
+        log_level="info",
+    )
+
+
+def decode(engine, batch, tokens):
+    """Greedy, the same 256-token prompts each time, so prefill is mostly cached."""
+    prompts = [[(7 * i + 13 * j) % 400 + 5 for j in range(256)] for i in range(batch)]
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    start = time.perf_counter()
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    seconds = time.perf_counter() - start
+    verifies = [o["meta_info"]["spec_verify_ct"] for o in outputs]
+    ids = json.dumps([o["output_ids"] for o in outputs])
+    return {
+        "seconds": seconds,
+        "steps": max(verifies),
+        "accept_length": round(tokens * batch / sum(verifies), 3),
+        "md5": hashlib.md5(ids.encode()).hexdigest(),
+    }
+
+
+def gpu_idle_share(trace: Path) -> float:
+    """Share of the profiled span in which no kernel, copy or memset ran."""
+    with gzip.open(trace, "rt") as f:
+        events = json.load(f)["traceEvents"]
+    busy_kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
+    spans = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in busy_kinds
+    )
+    # Prefill and warm-up at the ends are not steady decoding.
+    spans = spans[len(spans) // 4 : -len(spans) // 8]
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 1 - busy / (end - spans[0][0])
+
+
+def profile(engine, batch, tokens):
+    """The idle share of the GPU; the profiler slows the host, so compare sides only."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine.start_profile(output_dir=folder, activities=["CPU", "GPU"])
+        result = decode(engine, batch, tokens)
+        engine.stop_profile()
+        traces = []
+        deadline = time.monotonic() + 60
+        while not traces and time.monotonic() < deadline:
+            time.sleep(1)
+            traces = list(Path(folder).rglob("*.trace.json.gz"))
+        time.sleep(2)
+        result["gpu_idle_share"] = round(gpu_idle_share(traces[0]), 4)
+    return result
+
+
+def main():
+    args = parse_args()
+    results = os.fdopen(args.results, "w")
+
+    def say(result):
+        results.write(json.dumps(result) + "\n")
+        results.flush()
+
+    start = time.perf_counter()
+    engine = boot(args)
+    import torch
+
+    import sglang
+
+    say(
+        {
+            "sglang": sglang.__version__,
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(),
+            "start_s": round(time.perf_counter() - start, 1),
+        }
+    )
+    jobs = {"decode": decode, "profile": profile}
+    for line in sys.stdin:
+        job = json.loads(line)
+        say(jobs[job.pop("job")](engine, **job))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

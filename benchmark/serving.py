@@ -1,0 +1,148 @@
+"""Serving under churn, side against side, with SGLang's own bench_serving over HTTP.
+
+Saturation is measured on the unpatched side; then every side serves at half and at
+nine tenths of that request rate, the sides taking turns.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+
+import sides
+from sides import RELEASE
+
+START_LIMIT_S = 400
+FIELDS = (
+    *("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms"),
+    *("median_itl_ms", "p99_itl_ms", "median_tpot_ms", "p99_tpot_ms", "accept_length"),
+)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    sides.add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of one run")
+    parser.add_argument("--rounds", type=int, default=2)
+    return parser.parse_args()
+
+
+class Server:
+    def __init__(self, side, boot, args):
+        self.side, self.boot = side, boot
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = args.logs / f"server.{side.name}.{boot}.log".replace(" ", "_")
+        command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--port", str(port)),
+            *("--model-path", args.model, "--attention-backend", "fa4"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+            *("--speculative-algorithm", "EAGLE", "--enable-multi-layer-eagle"),
+            *("--speculative-num-steps", str(args.steps), "--speculative-eagle-topk"),
+            *("1", "--speculative-num-draft-tokens", str(args.steps + 1)),
+            *("--mem-fraction-static", "0.5", "--max-total-tokens", "131072"),
+            *("--context-length", "8192", "--page-size", "1", "--sleep-on-idle"),
+            *("--max-running-requests", "32", "--cuda-graph-bs-decode"),
+            *("1", "2", "4", "8", "16", "24", "32", "--disable-prefill-cuda-graph"),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            env=side.environment(),
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(self):
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(self.url + "/health_generate", timeout=30).read()
+                return
+            except OSError:
+                time.sleep(2)
+        raise RuntimeError(f"{self.side.name}: {self.log.read_text()[-2000:]}")
+
+    def bench(self, args, rate, num_prompts, seed):
+        out = self.log.with_suffix(".jsonl")
+        out.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
+            *("--base-url", self.url, "--model", args.model, "--dataset-name"),
+            *("random-ids", "--random-input-len", "256", "--random-output-len", "256"),
+            *("--random-range-ratio", "0.25", "--num-prompts", str(num_prompts)),
+            *("--request-rate", str(rate), "--seed", str(seed), "--disable-tqdm"),
+            *("--output-file", str(out)),
+        ]
+        # One client for all sides: the environment's own sglang.
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if not out.exists():
+            raise RuntimeError(
+                f"bench_serving: {ended.stdout[-800:]} {ended.stderr[-1500:]}"
+            )
+        result = json.loads(out.read_text().splitlines()[-1])
+        return {field: result.get(field) for field in (*FIELDS, "completed")}
+
+    def stop(self):
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def main():
+    args = parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    servers = [
+        Server(side, boot, args) for boot in range(args.boots) for side in args.side
+    ]
+    try:
+        for server in servers:
+            server.wait()
+        print(f"{len(servers)} servers up", flush=True)
+        for server in servers:
+            server.bench(args, 1e9, 64, seed=1)
+        reference = next(s for s in servers if s.side.name == RELEASE)
+        saturation = reference.bench(args, 1e9, 256, seed=2)["request_throughput"]
+        print(f"saturation {saturation:.2f} requests/s on {RELEASE}", flush=True)
+        runs, rng = [], random.Random(1)
+        for round_ in range(args.rounds):
+            for share in (0.5, 0.9):
+                rate = share * saturation
+                for server in rng.sample(servers, len(servers)):
+                    prompts = max(int(rate * args.seconds), 20)
+                    run = server.bench(args, rate, prompts, seed=10 + round_)
+                    who = {"side": server.side.name, "boot": server.boot}
+                    runs.append({**who, "share": share, "rate": rate, **run})
+    finally:
+        for server in servers:
+            server.stop()
+    summary = []
+    for share in (0.5, 0.9):
+        for side in args.side:
+            rows = [r for r in runs if (r["side"], r["share"]) == (side.name, share)]
+            medians = {
+                f: round(statistics.median(r[f] for r in rows), 3)
+                for f in FIELDS
+                if rows and rows[0][f] is not None
+            }
+            summary.append({"share": share, "side": side.name, **medians})
+    result = {"command": sys.argv, "saturation": saturation, "summary": summary}
+    args.out.write_text(json.dumps({**result, "runs": runs}, indent=1) + "\n")
+    for row in summary:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The versions of SGLang under comparison, and servers of them that stay resident.
+
+A side is a name and a folder to put first on PYTHONPATH ("" for the environment's own
+sglang). All boots of all sides start together and wait; one is measured at a time, the
+sides taking turns, so that drift of the machine falls on all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parent
+RELEASE, PATCHED, PEER = "0.5.19", "0.5.19 patched", "0.5.20"
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Side:
+        name, separator, path = text.partition("=")
+        if not separator:
+            raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FOLDER")
+        return cls(name, path)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        paths = [
+            self.path,
+            str(BENCHMARK / "fence_probe"),
+            os.environ.get("PYTHONPATH"),
+        ]
+        pythonpath = os.pathsep.join(filter(None, paths))
+        return dict(os.environ, PYTHONPATH=pythonpath, **extra)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--side",
+        type=Side.parse,
+        action="append",
+        required=True,
+        metavar="NAME=FOLDER",
+        help=f"such as '{RELEASE}=/path/to/its/site-packages'; repeat for each side",
+    )
+    parser.add_argument("--boots", type=int, default=2, help="of each side")
+    parser.add_argument("--model", required=True, help="folder of a small Inkling")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--logs", type=Path, required=True, help="folder for logs")
+
+
+class Worker:
+    """One resident engine process that does one job at a time.
+
+    Jobs and results are JSON, one a line, over stdin and a results pipe.
+    """
+
+    def __init__(self, script: str, side: Side, boot: int, args: list[str], logs: Path):
+        self.side, self.boot = side, boot
+        self.log = logs / f"{Path(script).stem}.{side.name}.{boot}.log".replace(
+            " ", "_"
+        )
+        read_end, write_end = os.pipe()
+        fences = str(self.log.with_suffix(".fences"))
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(BENCHMARK / script),
+                "--results",
+                str(write_end),
+                *args,
+            ],
+            env=side.environment(FENCE_PROBE_OUT=fences),
+            stdin=subprocess.PIPE,
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            pass_fds=(write_end,),
+            text=True,
+        )
+        os.close(write_end)
+        self._results = os.fdopen(read_end)
+
+    def result(self) -> dict:
+        line = self._results.readline()
+        if not line:
+            raise RuntimeError(
+                f"{self.side.name}, boot {self.boot}, ended; see {self.log}: "
+                f"{self.log.read_text()[-2000:]}"
+            )
+        return json.loads(line)
+
+    def do(self, **job) -> dict:
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self.result()
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()

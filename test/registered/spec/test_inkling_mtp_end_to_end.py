@@ -1,0 +1,202 @@
+"""The patch changes when the scheduler goes on, and no answer: real engines.
+
+Each setting is booted without speculation, on the unpatched release and on the patched
+one. Greedy answers must be the checkpoint's own (``tiny_inkling``); patched and
+unpatched must also accept the same number of drafts at every step.
+
+MTP_E2E_JOBS boots so many engines at a time on one GPU (default 1; each takes about
+5 GB). MTP_E2E_SETTINGS picks settings by name, separated by commas.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.test_utils import CustomTestCase
+
+register_cuda_ci(est_time=2400, stage="base-b", runner_config="1-gpu-large")
+
+SESSION = Path(__file__).with_name("inkling_mtp_session.py")
+PROBE = Path(__file__).parents[3] / "benchmark" / "fence_probe"
+BOOT_LIMIT_S = 420
+SMALL_POOL = ("--max-total-tokens", "8192", "--workloads", "churn")
+
+GREEDY_SETTINGS = {
+    "churn": SMALL_POOL,
+    "churn_page16_per_step": (*SMALL_POOL, "--page-size", "16", "--per-step-graphs"),
+    "page1": (),
+    "page1_per_step": ("--per-step-graphs",),
+    "page1_no_fix": ("--no-boundary-kv-fix",),
+    "page1_per_step_no_fix": ("--per-step-graphs", "--no-boundary-kv-fix"),
+    "page1_eight_steps": ("--steps", "8"),
+    "page16": ("--page-size", "16"),
+    "page16_per_step": ("--page-size", "16", "--per-step-graphs"),
+    "page16_no_fix": ("--page-size", "16", "--no-boundary-kv-fix"),
+    "page128": ("--page-size", "128"),
+    "page128_per_step": ("--page-size", "128", "--per-step-graphs"),
+    "page128_per_step_no_fix": (
+        *("--page-size", "128", "--per-step-graphs", "--no-boundary-kv-fix"),
+    ),
+}
+SAMPLED_SETTINGS = {
+    "sampled": ("--rejection-sampling", "--workloads", "sampled"),
+    "sampled_per_step": (
+        *("--rejection-sampling", "--workloads", "sampled", "--per-step-graphs"),
+    ),
+}
+
+
+def chi_square_p(left, right):
+    """P value that two {token: count} samples are of one distribution.
+
+    Tokens seen fewer than ten times in all are put together.
+    """
+    from scipy.stats import chi2_contingency
+
+    tokens = set(left) | set(right)
+    common = [t for t in tokens if left.get(t, 0) + right.get(t, 0) >= 10]
+    rows = [[side.get(t, 0) for t in common] for side in (left, right)]
+    rare = [sum(side.values()) - sum(row) for side, row in zip((left, right), rows)]
+    if sum(rare):
+        rows = [row + [n] for row, n in zip(rows, rare)]
+    return len(rows[0]), float(chi2_contingency(rows).pvalue)
+
+
+def release_path(work: Path) -> str:
+    """A folder with the unpatched sglang: a copy of the installed one, reverted."""
+    given = os.environ.get("MTP_E2E_RELEASE")
+    if given:
+        return given
+    import sglang
+
+    from inkling_mtp_staging.cli import main as inkling_mtp_staging
+
+    package = Path(sglang.__file__).parent
+    root = work / "release"
+    shutil.copytree(package, root / "sglang")
+    for metadata in package.parent.glob("sglang-*.dist-info"):
+        shutil.copytree(metadata, root / metadata.name)
+    assert inkling_mtp_staging(["revert", "--root", str(root)]) == 0
+    return str(root)
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs an NVIDIA GPU")
+class TestInklingMTPEndToEnd(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        from inkling_mtp_staging.tiny_inkling import Recipe, Shape
+        from inkling_mtp_staging.tiny_inkling.checkpoint import write_checkpoint
+
+        cls.work = Path(tempfile.mkdtemp(prefix="mtp-e2e-"))
+        cls.addClassCleanup(shutil.rmtree, cls.work, ignore_errors=True)
+        cls.model = cls.work / "model"
+        write_checkpoint(cls.model, Recipe(Shape()))
+        cls.logs = Path(os.environ.get("MTP_E2E_LOGS", cls.work))
+        cls.logs.mkdir(parents=True, exist_ok=True)
+        wanted = os.environ.get("MTP_E2E_SETTINGS")
+        names = wanted.split(",") if wanted else None
+        settings = {**SAMPLED_SETTINGS, **GREEDY_SETTINGS}
+        cls.settings = {
+            n: a for n, a in settings.items() if names is None or n in names
+        }
+        release = release_path(cls.work)
+        boots = []
+        for name, args in cls.settings.items():
+            boots += [(name, "patched", args, None), (name, "release", args, release)]
+        for page in (1, 16, 128):
+            name = f"page{page}"
+            if name in cls.settings:
+                args = ("--no-speculation", "--page-size", str(page))
+                boots.append((name, "target_alone", args, release))
+        with ThreadPoolExecutor(int(os.environ.get("MTP_E2E_JOBS", "1"))) as pool:
+            results = pool.map(lambda boot: cls.boot(*boot), boots)
+            cls.results = {b[:2]: r for b, r in zip(boots, results)}
+
+    @classmethod
+    def boot(cls, name, side, args, sglang_path):
+        """Results of one engine, or the end of its log if it failed."""
+        out, log = (cls.logs / f"{name}.{side}.{suffix}" for suffix in ("json", "log"))
+        paths = [sglang_path, str(PROBE), os.environ.get("PYTHONPATH")]
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+        env["FENCE_PROBE_OUT"] = str(cls.logs / f"{name}.{side}.fences")
+        command = [sys.executable, str(SESSION), "--model", str(cls.model)]
+        with log.open("w") as stream:
+            try:
+                ended = subprocess.run(
+                    [*command, "--out", str(out), *args],
+                    env=env,
+                    stdout=stream,
+                    stderr=stream,
+                    timeout=BOOT_LIMIT_S,
+                )
+                failure = f"exit code {ended.returncode}"
+            except subprocess.TimeoutExpired:
+                failure = f"no end within {BOOT_LIMIT_S} s"
+        if not out.exists():
+            return {"failure": f"{failure}: {log.read_text()[-3000:]}"}
+        result = json.loads(out.read_text())
+        print(f"MTP_E2E {name} {side} {json.dumps(result)[:1500]}", flush=True)
+        return result
+
+    def result(self, name, side):
+        result = self.results[name, side]
+        self.assertNotIn("failure", result, f"{name}, {side}")
+        return result
+
+    def picked(self, settings):
+        return [name for name in settings if name in self.settings]
+
+    def test_answers_are_the_checkpoints_own(self):
+        for name, side in self.results:
+            with self.subTest(name, side=side):
+                result = self.result(name, side)
+                self.assertEqual(result["wrong"], 0, result["first_wrong"])
+
+    def test_patched_accepts_the_same_drafts(self):
+        """With the fix off, the release's drafts read draft KV that nobody wrote, so
+        its accept counts follow what an earlier request left there: tokens only."""
+        for name in self.picked(n for n in GREEDY_SETTINGS if "churn" not in n):
+            with self.subTest(name):
+                patched, release = (
+                    self.result(name, side) for side in ("patched", "release")
+                )
+                if "no_fix" not in name:
+                    self.assertEqual(patched["batches"], release["batches"])
+                    self.assertEqual(patched["prefix"], release["prefix"])
+                most = 3.5 if "eight" not in name else 8.5
+                for batch in patched["batches"].values():
+                    self.assertGreater(batch["accept_length"], 1.5)
+                    self.assertLess(batch["accept_length"], most)
+
+    def test_every_decode_step_was_staged(self):
+        for name in self.picked(self.settings):
+            with self.subTest(name):
+                fences = self.result(name, "patched")["fences"]
+                self.assertEqual(set(fences), {"decode:target", "prefill:coarse"})
+                fences = self.result(name, "release")["fences"]
+                self.assertEqual(set(fences), {"decode:coarse", "prefill:coarse"})
+
+    def test_sampled_distributions_agree(self):
+        for name in self.picked(SAMPLED_SETTINGS):
+            with self.subTest(name):
+                sides = (
+                    self.result(name, s)["sampled"] for s in ("patched", "release")
+                )
+                for place, (patched, release) in enumerate(zip(*sides), 2):
+                    bins, p = chi_square_p(patched, release)
+                    print(f"MTP_E2E {name} place {place}: {bins} bins, p = {p:.3f}")
+                    self.assertGreater(bins, 4)
+                    self.assertGreater(p, 0.01)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

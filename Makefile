@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV := $(shell command -v uv || echo .tools/bin/uv)
 SOURCES := $(wildcard python test benchmark demo)
-GPU_TEST := test/registered/spec/test_inkling_draft_extend_staging.py
+GPU_TESTS := test/registered/spec
 GPU_CONFIGS := page1_combined page16_per_step page128_no_front page1_eight_steps \
     banded banded_per_step switched_off
-BENCHMARK := PYTHONPATH=benchmark/fence_probe $(BIN)/python benchmark/engine_steps.py
-BOOTS ?= 3
+RELEASED := $(CURDIR)/dist/released
+SIDES := --side 0.5.19=$(RELEASED) --side '0.5.19 patched='
+BENCHMARK := --model dist/model --logs dist/logs $(SIDES)
 RELEASE ?=
 
 .PHONY: demo test lint diff drift gpu test-gpu benchmark clean
@@ -46,26 +47,30 @@ drift: | $(UV)
 gpu: $(STAMP)
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "no GPU"'
 
-# The hazard suite, a process a configuration, between two runs of upstream's cases.
+# Upstream's cases on both sides, the hazard suite, a process a configuration, and whole
+# engines side against side.
 test-gpu: gpu
 	$(BIN)/inkling-mtp-staging revert
 	$(BIN)/python -m pytest test/upstream
 	$(BIN)/inkling-mtp-staging apply
 	$(BIN)/python -m pytest test/upstream
 	for config in $(GPU_CONFIGS); do \
-	    STAGING_LAB_CONFIG=$$config $(BIN)/python $(GPU_TEST) || exit 1; \
+	    STAGING_LAB_CONFIG=$$config \
+	        $(BIN)/python $(GPU_TESTS)/test_inkling_draft_extend_staging.py || exit 1; \
 	done
+	$(BIN)/python $(GPU_TESTS)/test_inkling_mtp_end_to_end.py
 
-# A JSON line a boot, the two sides in turn.
+# JSON files in dist/: what a step costs, steady decoding, serving under churn.
 benchmark: gpu
-	mkdir -p dist
-	: > dist/benchmark.jsonl
-	for boot in $$(seq $(BOOTS)); do \
-	    $(BIN)/inkling-mtp-staging revert && \
-	    $(BENCHMARK) --side released | tee -a dist/benchmark.jsonl && \
-	    $(BIN)/inkling-mtp-staging apply && \
-	    $(BENCHMARK) --side patched | tee -a dist/benchmark.jsonl || exit 1; \
-	done
+	mkdir -p dist/logs
+	$(BIN)/inkling-mtp-staging apply
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(RELEASED) '$(SGLANG)'
+	$(BIN)/python -m inkling_mtp_staging.tiny_inkling dist/model --layers 16 --hidden 2048
+	$(BIN)/python benchmark/staging_cost.py --steps 3 --out dist/cost-patched.json
+	PYTHONPATH=$(RELEASED) \
+	    $(BIN)/python benchmark/staging_cost.py --steps 3 --out dist/cost-released.json
+	$(BIN)/python benchmark/steady_decode.py $(BENCHMARK) --out dist/steady.json
+	$(BIN)/python benchmark/serving.py $(BENCHMARK) --out dist/serving.json
 
 clean:
 	rm -rf $(VENV) .tools .drift dist

@@ -1,4 +1,5 @@
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 SGLANG := sglang==0.5.19
 VENV := .venv
@@ -6,8 +7,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV := $(shell command -v uv || echo .tools/bin/uv)
 SOURCES := $(wildcard python test benchmark demo)
+GPU_TESTS := test/registered/spec
+GPU_CONFIGS := page1_combined page16_per_step page128_no_front page1_eight_steps \
+    banded banded_per_step switched_off
+RELEASED := $(CURDIR)/dist/released
+SIDES := --side 0.5.19=$(RELEASED) --side '0.5.19 patched='
+BENCHMARK := --model dist/model --logs dist/logs $(SIDES)
+RELEASE ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint diff drift gpu test-gpu benchmark clean
 
 demo: $(STAMP)
 	$(BIN)/inkling-mtp-staging apply
@@ -23,8 +31,49 @@ lint: $(STAMP)
 	$(BIN)/isort --check $(SOURCES)
 	$(BIN)/python test/tool/lint_composed.py
 
+# The patch for an upstream checkout.
+diff: $(STAMP)
+	mkdir -p dist
+	$(BIN)/inkling-mtp-staging diff > dist/draft-extend-staging.patch
+	git apply --numstat dist/draft-extend-staging.patch
+
+# How far a release (RELEASE='==X.Y.Z', default: the newest) is from the edits' base.
+drift: | $(UV)
+	rm -rf .drift
+	$(UV) pip install --quiet --python $(PYTHON) --no-deps --target .drift 'sglang$(RELEASE)'
+	$(UV) run --quiet --no-project --python $(PYTHON) --with . python test/tool/drift.py .drift
+
+# Without a GPU its tests skip; here that is a failure.
+gpu: $(STAMP)
+	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "no GPU"'
+
+# Upstream's cases on both sides, the hazard suite, a process a configuration, and whole
+# engines side against side.
+test-gpu: gpu
+	$(BIN)/inkling-mtp-staging revert
+	$(BIN)/python -m pytest test/upstream
+	$(BIN)/inkling-mtp-staging apply
+	$(BIN)/python -m pytest test/upstream
+	for config in $(GPU_CONFIGS); do \
+	    STAGING_LAB_CONFIG=$$config \
+	        $(BIN)/python $(GPU_TESTS)/test_inkling_draft_extend_staging.py || exit 1; \
+	done
+	$(BIN)/python $(GPU_TESTS)/test_inkling_mtp_end_to_end.py
+
+# JSON files in dist/: what a step costs, steady decoding, serving under churn.
+benchmark: gpu
+	mkdir -p dist/logs
+	$(BIN)/inkling-mtp-staging apply
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(RELEASED) '$(SGLANG)'
+	$(BIN)/python -m inkling_mtp_staging.tiny_inkling dist/model --layers 16 --hidden 2048
+	$(BIN)/python benchmark/staging_cost.py --steps 3 --out dist/cost-patched.json
+	PYTHONPATH=$(RELEASED) \
+	    $(BIN)/python benchmark/staging_cost.py --steps 3 --out dist/cost-released.json
+	$(BIN)/python benchmark/steady_decode.py $(BENCHMARK) --out dist/steady.json
+	$(BIN)/python benchmark/serving.py $(BENCHMARK) --out dist/serving.json
+
 clean:
-	rm -rf $(VENV) .tools
+	rm -rf $(VENV) .tools .drift dist
 
 $(STAMP): pyproject.toml Makefile | $(UV)
 	test -x $(BIN)/python || $(UV) venv --python $(PYTHON) $(VENV)

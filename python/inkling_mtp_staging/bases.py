@@ -1,10 +1,18 @@
-"""Known upstream releases, each named by the sha256 of the five files that are edited."""
+"""The upstream releases that the edits are for, and why they are for no other.
+
+A release that the edits are for is named by the sha256 of the five edited files. That
+every anchor matches is not enough for a release to be listed: the names that the edits
+read must exist there, with the same meaning.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from typing import Mapping
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 BASE_ATTN_BACKEND = "srt/layers/attention/base_attn_backend.py"
 FLASHATTENTION_BACKEND = "srt/layers/attention/flashattention_backend.py"
@@ -55,6 +63,74 @@ BASES = (
 )
 
 
+@dataclass(frozen=True)
+class OtherReleases:
+    """Upstream releases that the edits are not for: why not, and what to do instead.
+
+    `differences` are sentences; one that concerns a single module starts with its path
+    below `sglang`.
+    """
+
+    versions: SpecifierSet
+    differences: tuple[str, ...]
+    advice: str
+
+
+_USE_A_BASE = f"use sglang {BASES[-1].version}"
+
+OTHER_RELEASES = (
+    OtherReleases(
+        SpecifierSet("<0.5.16"),
+        differences=("the release has no Inkling model",),
+        advice=_USE_A_BASE,
+    ),
+    OtherReleases(
+        SpecifierSet(">=0.5.16,<0.5.18"),
+        differences=(
+            "the target's verify graph has no marker behind its mapping reads, so the "
+            "scheduler has nothing to wait for short of the whole step",
+            f"{EAGLE_WORKER}: last_shared_read_runner and shared_read_done_event have "
+            "other names, and no step of multi-layer EAGLE publishes an event",
+            f"{INKLING_SCONV_BACKEND}: is not in 0.5.16",
+        ),
+        advice=_USE_A_BASE,
+    ),
+    OtherReleases(
+        SpecifierSet(">=0.5.18,<0.5.19"),
+        differences=(
+            f"{BASE_ATTN_BACKEND}: only wrappers have attn_backend_list, which the "
+            "edits read from every backend",
+            f"{FLASHATTENTION_BACKEND}: has no kv_index_translator, which tells whether "
+            "page tables are translated; _unified_dense is its nearest relative",
+            f"{EAGLE_WORKER}: a batch's can_run_decode_cuda_graph is called "
+            "can_run_dp_cuda_graph",
+            "every anchor matches, but no test of the edits has run there",
+        ),
+        advice=_USE_A_BASE,
+    ),
+    OtherReleases(
+        SpecifierSet(">=0.5.20"),
+        differences=(
+            "since 0.5.20 upstream stages the same reads itself, and nothing is left "
+            "for these edits to do",
+            "what differs: in 0.5.20 upstream's staging costs 0.2 to 0.5 ms of host "
+            "time a step (one H200); these edits take two launches a step, one kernel "
+            "and one graph for all draft depths",
+        ),
+        advice=f"uninstall this package, or {_USE_A_BASE} with the edits",
+    ),
+)
+
+
+def other_releases(version: str) -> OtherReleases | None:
+    """Return why the edits are not for that release, None if nothing is known of it."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return None
+    return next((other for other in OTHER_RELEASES if parsed in other.versions), None)
+
+
 def sha256(content: bytes) -> str:
     """Return the hexadecimal sha256 of `content`."""
     return hashlib.sha256(content).hexdigest()
@@ -73,8 +149,3 @@ def nearest_base(digests: Mapping[str, str]) -> Base:
             base.sha256[path] == digest for path, digest in digests.items()
         ),
     )
-
-
-def identify_base(digests: Mapping[str, str]) -> Base | None:
-    """Return the base whose five digests are exactly `digests`, or None."""
-    return next((base for base in BASES if base.sha256 == dict(digests)), None)

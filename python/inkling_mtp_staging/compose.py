@@ -33,7 +33,6 @@ from inkling_mtp_staging.anchors import (
     header_line,
     statements_in,
 )
-from inkling_mtp_staging.bases import EDITED_PATHS
 from inkling_mtp_staging.rewrite import Plan, execute
 
 EDITS_DIRECTORY = Path(__file__).parent
@@ -109,19 +108,6 @@ def compose_all(
     if failures:
         raise ComposeError(failures)
     return composed
-
-
-def compose_tree(root: Path) -> dict[str, str]:
-    """Return the five composed sources of the pristine `sglang` package below `root`.
-
-    Raises ComposeError as `compose_all`, and OSError if a file cannot be read.
-    """
-    return compose_all(
-        {
-            path: (root / "sglang" / path).read_text(encoding="utf-8")
-            for path in EDITED_PATHS
-        }
-    )
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from inkling_mtp_staging.tree import (
     UnknownBase,
     UnknownRelease,
     base_of,
+    check_release,
     find_package,
     read_edited_files,
     reason_for_mismatch,
@@ -77,6 +78,7 @@ def apply(package: Package) -> list[str]:
     or if an edit does not fit.
     """
     with _locked(package):
+        check_release(package)
         notes = _recover(package)
         tree, originals = _read_originals(package)
         composed = _compose(originals)
@@ -128,10 +130,16 @@ def revert(package: Package) -> list[str]:
 def status(package: Package) -> Status:
     """Return the package's status, after undoing an interrupted change.
 
-    Raises ToolError if the package is of no known release, unless one replaced a
-    release that the edits were applied to.
+    Of a release that the edits are known not to be for, the notes say why, and no file
+    is looked at. Raises ToolError if nothing is known of the release, unless it
+    replaced one that the edits were applied to.
     """
     with _locked(package):
+        if not os.path.lexists(package.directory / STATE_NAME):
+            try:
+                check_release(package)
+            except UnknownRelease as error:
+                return Status(package, error.version, {}, error.reasons)
         notes = _recover(package)
         contents, state = read_edited_files(package), load_state(package)
     is_stale = state is not None and state.is_stale(contents)
@@ -140,7 +148,8 @@ def status(package: Package) -> Status:
     except UnknownRelease as error:
         if not is_stale:
             raise
-        notes.append(f"sglang was reinstalled after apply to {state.base}: {error}")
+        reinstalled = f"sglang was reinstalled after apply to {state.base}: {error}"
+        notes += reinstalled.splitlines()
         files = dict.fromkeys(EDITED_PATHS, IS_UNKNOWN)
         return Status(package, error.version, files, tuple(notes))
     if is_stale:
@@ -165,6 +174,7 @@ def originals_of(package: Package) -> dict[str, bytes]:
 
     Writes nothing. Raises ToolError if a file is neither upstream's nor the tool's own.
     """
+    check_release(package)
     return _read_originals(package)[1]
 
 

@@ -10,6 +10,7 @@ from inkling_mtp_staging.state import APPLIED, load_state, undone
 from inkling_mtp_staging.tree import (
     UnknownRelease,
     base_of,
+    check_release,
     find_package,
     read_edited_files,
 )
@@ -34,8 +35,13 @@ def report() -> None:
 
 def _describe() -> str:
     package = find_package()
-    contents = read_edited_files(package)
     state = load_state(package)
+    if state is None:
+        try:
+            check_release(package)
+        except UnknownRelease as error:
+            return f"not for sglang {error.version}: {'; '.join(error.reasons)}"
+    contents = read_edited_files(package)
     since = ""
     if state is not None and state.is_stale(contents):
         since = f", reinstalled after apply to {state.base}"

@@ -15,6 +15,7 @@ from inkling_mtp_staging.bases import (
     Base,
     base_of_version,
     nearest_base,
+    other_releases,
     sha256,
 )
 
@@ -24,15 +25,21 @@ class UnknownBase(ToolError):
 
 
 class UnknownRelease(UnknownBase):
-    """The package's version is not that of a release that the tool has edits for."""
+    """The package's version is not that of a release that the tool has edits for.
+
+    `reasons` are the lines of the text below the first: what is known of the release.
+    """
 
     def __init__(self, directory: Path, version: str):
         known = ", ".join(base.version for base in BASES)
-        super().__init__(
+        other = other_releases(version)
+        self.version = version
+        self.reasons = (*other.differences, other.advice) if other else ()
+        refusal = (
             f"{directory}: sglang {version} is no release that this tool has edits for "
             f"(known: {known})"
         )
-        self.version = version
+        super().__init__("\n".join((refusal, *self.reasons)))
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,16 @@ def importable_directory() -> Path | None:
     spec = importlib.util.find_spec("sglang")
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
+
+
+def check_release(package: Package) -> None:
+    """Raise UnknownRelease if the edits are known not to be for the package's version.
+
+    Reads no edited file: such a release need not have all of them.
+    """
+    version = stated_version(package)
+    if version and not _is_development(version) and other_releases(version):
+        raise UnknownRelease(package.directory, version)
 
 
 def read_edited_files(package: Package) -> dict[str, bytes]:

@@ -275,10 +275,10 @@ def test_version_of_a_package_that_is_not_installed(tree, tool, name, text, acce
 
 def test_unknown_installed_version(tree, tool):
     installed = tree.root / "sglang-0.5.19.dist-info"
-    installed.rename(installed.with_name("sglang-0.5.20.dist-info"))
+    installed.rename(installed.with_name("sglang-0.5.19.post1.dist-info"))
     before = tree.contents()
     for command in ("apply", "revert", "status", "diff"):
         done = tool(command)
         assert done.status == 2
-        assert "sglang 0.5.20 is no release" in done.err
+        assert "sglang 0.5.19.post1 is no release" in done.err
     assert tree.contents() == before

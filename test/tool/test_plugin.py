@@ -51,9 +51,11 @@ def test_modified(line, tree, tool):
 
 def test_unknown_release(line, tree):
     (tree.root / "sglang-0.5.19.dist-info").rename(
-        tree.root / "sglang-0.5.20.dist-info"
+        tree.root / "sglang-0.5.19.post1.dist-info"
     )
-    assert "not applied to sglang 0.5.20" in line() and "no release that" in line()
+    assert (
+        "not applied to sglang 0.5.19.post1" in line() and "no release that" in line()
+    )
 
 
 def test_it_never_raises(line, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from lint_composed import complaints
 
 from inkling_mtp_staging.bases import BASES, EDITED_PATHS, sha256
-from inkling_mtp_staging.compose import compose_tree
+from inkling_mtp_staging.compose import compose_all
 
 
 def run(*arguments: str, text: str = "", cwd: Path | None = None):
@@ -37,8 +37,8 @@ def test_every_file_is_edited_and_compiles(pristine, composed):
         ast.parse(source)
 
 
-def test_composition_is_deterministic(tree, composed):
-    assert compose_tree(tree.root) == composed
+def test_composition_is_deterministic(pristine, composed):
+    assert compose_all(pristine) == composed
 
 
 def test_edits_only_touch_what_they_name(pristine, composed):
@@ -77,6 +77,7 @@ def test_diff_applies_in_a_checkout_and_equals_apply(
     tool("apply", tree.root)
     assert tree.sources() == composed
     assert tool("diff", tree.root) == patch
+    assert "inkling_mtp_staging" not in patch
 
     checkout = tmp_path / "checkout"
     for path, source in pristine.items():

@@ -41,7 +41,7 @@ def upgrade(tree) -> None:
     for path in EDITED_PATHS:
         (tree.package / path).write_text("VALUE = 'of another release'\n")
     installed = tree.root / "sglang-0.5.19.dist-info"
-    installed.rename(installed.with_name("sglang-0.5.21.dist-info"))
+    installed.rename(installed.with_name("sglang-0.5.19.post1.dist-info"))
 
 
 def test_same_release(tree, tool, line, same_release, composed):
@@ -63,12 +63,18 @@ def test_other_release(tree, tool, line, other_release):
     before = tree.contents()
     done = tool("status")
     assert done.status == 1
-    assert done.out.splitlines()[0] == f"sglang 0.5.21 in {tree.package}: not applied"
+    assert (
+        done.out.splitlines()[0]
+        == f"sglang 0.5.19.post1 in {tree.package}: not applied"
+    )
     assert done.out.count("not applied (unknown release): srt/") == 5
     assert "note: sglang was reinstalled after apply to 0.5.19: " in done.out
-    assert "sglang 0.5.21 is no release that this tool has edits for" in done.out
+    assert "sglang 0.5.19.post1 is no release that this tool has edits for" in done.out
     assert json.loads(tool("status", "--json").out)["applied"] is False
-    assert "not applied to sglang 0.5.21, reinstalled after apply to 0.5.19" in line()
+    assert (
+        "not applied to sglang 0.5.19.post1, reinstalled after apply to 0.5.19"
+        in line()
+    )
     assert tool("apply").status == 2
     assert tree.contents() == before
 
@@ -76,7 +82,7 @@ def test_other_release(tree, tool, line, other_release):
 def test_back_to_the_known_release(tree, tool, other_release, pristine, composed):
     for path, source in pristine.items():
         (tree.package / path).write_text(source)
-    installed = tree.root / "sglang-0.5.21.dist-info"
+    installed = tree.root / "sglang-0.5.19.post1.dist-info"
     installed.rename(installed.with_name("sglang-0.5.19.dist-info"))
     assert tool("apply").status == 0
     assert tree.sources() == composed
@@ -105,7 +111,7 @@ def test_reinstalled_after_an_interrupted_run(tree, tool):
     state.write_text(json.dumps({**document, "phase": APPLYING}))
     upgrade(tree)
     done = tool("revert")
-    assert done.status == 2 and "0.5.21 is no release" in done.err
+    assert done.status == 2 and "0.5.19.post1 is no release" in done.err
     assert not tree.leftovers()
     assert tree.sources() == dict.fromkeys(
         EDITED_PATHS, "VALUE = 'of another release'\n"

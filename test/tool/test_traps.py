@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import packaging
 import pytest
 
 import inkling_mtp_staging
@@ -66,7 +67,7 @@ def test_every_anchor_that_misses_in_any_file_is_named(tree, capsys):
 
 def test_a_missing_anchor_is_told_with_the_nearest_line(tree, capsys):
     installed = tree.root / "sglang-0.5.19.dist-info"
-    installed.rename(installed.with_name("sglang-0.5.21.dist-info"))
+    installed.rename(installed.with_name("sglang-0.5.19.post1.dist-info"))
     edit = (EDITS_DIRECTORY / EAGLE_WORKER).read_text()
     anchor = next(
         line.strip()
@@ -77,13 +78,13 @@ def test_a_missing_anchor_is_told_with_the_nearest_line(tree, capsys):
     file.write_text(file.read_text().replace(anchor, f"_ = {anchor}"))
     assert main(["apply", "--root", str(tree.root)]) == 2
     errors = capsys.readouterr().err
-    assert "sglang 0.5.21 is no release that this tool has edits for" in errors
+    assert "sglang 0.5.19.post1 is no release that this tool has edits for" in errors
     assert "matches nothing; nearest upstream line" in errors
 
 
 def test_base_that_the_edits_fit_gets_no_extra_line(tree, tool):
     installed = tree.root / "sglang-0.5.19.dist-info"
-    installed.rename(installed.with_name("sglang-0.5.21.dist-info"))
+    installed.rename(installed.with_name("sglang-0.5.19.post1.dist-info"))
     assert tool("apply").err.count("\n") == 1
 
 
@@ -123,6 +124,7 @@ def test_a_pth_file_counts_as_the_interpreter_counts_it(tree, tmp_path):
     checkout = tmp_path / "checkout" / "python"
     shutil.copytree(tree.root, checkout)
     (packages / "editable.pth").write_text(f"{checkout}\n")
+    shutil.copytree(Path(packaging.__file__).parent, packages / "packaging")
     tool_path = str(Path(inkling_mtp_staging.__file__).parents[1])
     done = subprocess.run(
         [environment / "bin" / "python", "-m", "inkling_mtp_staging.cli", "revert"],

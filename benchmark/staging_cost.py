@@ -179,7 +179,7 @@ def main():
                 args.repeats,
             ),
             "step_launches": launches(
-                lab, lambda: lab.run_step(spec, batch=batch_of())
+                lab, lambda: lab.run_step(spec, batch=next(queue))
             ),
             "fence": fence_lead(lab, batch_of),
         }

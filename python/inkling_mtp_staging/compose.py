@@ -112,7 +112,7 @@ def compose_all(
 
 
 def compose_tree(root: Path) -> dict[str, str]:
-    """Return the five composed sources of the pristine `sglang` package below `root`.
+    """Return the composed sources of the pristine `sglang` package below `root`.
 
     Raises ComposeError as `compose_all`, and OSError if a file cannot be read.
     """

@@ -20,6 +20,7 @@ from inkling_mtp_staging.edit import after
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+
 class ForwardMetadata: ...
 
 

@@ -128,6 +128,13 @@ class TestTritonCapability(TritonTestCase):
 class TestTritonStagedBuffers(TritonTestCase, staging.TestStagedBuffers):
     MAPPED = ("kv_indices", "window_kv_indices", "swa_out_cache_loc", "conv_slots")
 
+    def test_a_sequence_shorter_than_its_window(self):
+        stack = self.build(buckets=(1, 2))
+        for length in (1, stack.num_front_tokens - 1):
+            batch = fill_mappings(stack, [length])
+            stage(stack, batch)
+            self.assert_staged(stack, batch)
+
     def test_prefixes_of_several_blocks(self):
         """More blocks than programs, and a window that begins inside a block."""
         with (

@@ -11,6 +11,7 @@ import torch
 from draft_extend_staging_fixture import (
     LAUNCHES,
     NUM_STEPS,
+    RecordedGraph,
     build_model_runner,
     build_pools,
     build_triton_backend,
@@ -25,6 +26,7 @@ from draft_extend_staging_fixture import (
 from transformers import LlamaConfig
 
 from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner import (
@@ -264,6 +266,43 @@ class TestTritonPoisonedStep(TritonTestCase, staging.TestPoisonedStep):
         stack = self.build(**kwargs)
         stack.draft_worker._staging_refusal = lambda batch: "the test asked for it"
         return stack
+
+
+class TestTritonVerify(TritonTestCase):
+    """What lets the target's in-graph marker be the fence."""
+
+    def test_its_mapping_reads_end_with_the_metadata(self):
+        stack = self.build(buckets=(4,))
+        target = stack.worker._target_worker.model_runner
+        wrapper = build_triton_backend(target)
+        wrapper.init_cuda_graph_state(4, 4 * (NUM_STEPS + 1))
+        batch = fill_mappings(stack, [40, 7, 100, 133])
+        forward_batch = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=4,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens.to(torch.int32),
+            encoder_lens=None,
+            out_cache_loc=torch.arange(4 * (NUM_STEPS + 1)),
+            spec_info=SimpleNamespace(draft_token_num=NUM_STEPS + 1),
+        )
+        wrapper.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        wrapper.init_forward_metadata_out_graph(forward_batch)
+        graph = RecordedGraph()
+        with graph.capture():
+            wrapper.init_forward_metadata_in_graph(forward_batch)
+        reads = {
+            name: graph.touches(mapping) for name, mapping in stack.mappings.items()
+        }
+        self.assertEqual(
+            reads,
+            {"req_to_token": False, "full_to_swa": False, "req_to_conv_slot": True},
+        )
+        # Recorded behind those hooks, and published when the graph has replayed.
+        self.assertEqual(
+            wrapper.shared_read_ends(ForwardMode.TARGET_VERIFY),
+            SharedReadEnds.IN_REPLAY,
+        )
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ class TritonAttnBackend:
     def supports_draft_extend_metadata_staging(self) -> bool:
         # As a wrapper's child (enable_draft_extend_metadata_staging is not
         # overridden). The same gathers as in the release's eager rebuild, so it pays
-        # at any context length: they move ahead of verify, none is added.
+        # at any context length: they move ahead of verify, and only the window's, which
+        # is bounded, is new.
         return self.draft_extend_metadata_captured_in_graph()
 
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -145,9 +146,9 @@ class TritonAttnBackend:
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """DRAFT_EXTEND_V2 metadata, in one launch and into the buffers that
-        :meth:`_draft_extend_graph_metadata` views. They are this backend's own: a
-        draft depth's eager forwards fill the indptrs too, on the same stream, and no
-        forward comes between a step's staging and its draft extend."""
+        :meth:`_draft_extend_graph_metadata` views. They are this backend's own. Eager
+        forwards of the same draft depth fill the indptrs too, on the same stream; none
+        comes between a step's staging and its draft extend."""
         if not (
             forward_batch.forward_mode.is_draft_extend_v2()
             and self.draft_extend_metadata_captured_in_graph()

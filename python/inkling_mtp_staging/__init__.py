@@ -1,4 +1,4 @@
-"""Staged MTP draft metadata for SGLang: edits of five modules and the tool that applies them."""
+"""Staged MTP draft metadata for SGLang: edits of its modules and the tool that applies them."""
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,8 @@
 """The upstream releases that the edits are for, and why they are for no other.
 
-A release that the edits are for is named by the sha256 of the five edited files. That
-every anchor matches is not enough for a release to be listed: the names that the edits
-read must exist there, with the same meaning.
+A release that the edits are for is named by the sha256 of the edited files. That every
+anchor matches is not enough for a release to be listed: the names that the edits read
+must exist there, with the same meaning.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ DRAFT_EXTEND_RUNNER = (
     "srt/speculative/multi_layer_eagle_draft_extend_cuda_graph_runner.py"
 )
 EAGLE_WORKER = "srt/speculative/multi_layer_eagle_worker_v2.py"
+TRITON_BACKEND = "srt/layers/attention/triton_backend.py"
 
-EDITED_PATHS = (
+# What upstream's own change edits, and what is edited unless told otherwise.
+UPSTREAM_FIVE = (
     BASE_ATTN_BACKEND,
     FLASHATTENTION_BACKEND,
     INKLING_SCONV_BACKEND,
     DRAFT_EXTEND_RUNNER,
     EAGLE_WORKER,
 )
+EDITED_PATHS = (*UPSTREAM_FIVE, TRITON_BACKEND)
+EDIT_SETS = (EDITED_PATHS, UPSTREAM_FIVE)
+ONLY_UPSTREAM_FIVE = "--only-upstream-five"  # the option that chooses the second
 
 
 @dataclass(frozen=True)
 class Base:
-    """An upstream release and the sha256 of its five files, by path below `sglang`."""
+    """An upstream release and the sha256 of its edited files, by path below `sglang`."""
 
     version: str
     sha256: Mapping[str, str]
@@ -57,6 +62,9 @@ BASES = (
             ),
             EAGLE_WORKER: (
                 "cba2eb9875ba2430c1bbb7d095a47f9aa301d0221a046e5814386bd480b30410"
+            ),
+            TRITON_BACKEND: (
+                "16e2572d15597175e136a04eaee7000d08da0b4fbc3380f8badb8f8250646f09"
             ),
         },
     ),

@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 from inkling_mtp_staging import ToolError, __version__, completion
-from inkling_mtp_staging.bases import BASES, EDITED_PATHS
+from inkling_mtp_staging.bases import (
+    BASES,
+    EDITED_PATHS,
+    ONLY_UPSTREAM_FIVE,
+    TRITON_BACKEND,
+    UPSTREAM_FIVE,
+)
 from inkling_mtp_staging.tree import Package, find_package, importable_directory
 
 _PROGRAM = "inkling-mtp-staging"
@@ -22,8 +28,9 @@ _AFTER_OS_ERROR = (
 _FIRST_QUESTIONS = f"""\
 what it edits: these files of sglang {_RELEASES}, all or none of them,
 {"".join(f"  sglang/{path}{chr(10)}" for path in EDITED_PATHS)}\
-  and its own state file beside them. Nothing else is written, no link is followed
-  out of the package, sglang is not imported, and only `status --url` uses a network.
+  (the last one not with {ONLY_UPSTREAM_FIVE}) and its own state file beside them.
+  Nothing else is written, no link is followed out of the package, sglang is not
+  imported, and only `status --url` uses a network.
 is it reversible: yes. `revert` restores the files byte for byte, also after a crash
   or a full disk in the middle. Revert before you uninstall this package.
 which sglang: the one that this Python would import, or the one in {_ROOT} DIR (a
@@ -91,6 +98,15 @@ def _parser() -> argparse.ArgumentParser:
             help="a site-packages folder or a checkout's python folder "
             "(default: where the sglang is that this Python would import)",
         )
+        if command is not _revert:
+            subparser.add_argument(
+                ONLY_UPSTREAM_FIVE,
+                action="store_const",
+                const=UPSTREAM_FIVE,
+                dest="paths",
+                help="leave out what upstream's own change does not edit, "
+                f"{TRITON_BACKEND}",
+            )
         subparser.add_argument("--json", action="store_true", help="print JSON")
         if command is _status:
             subparser.add_argument(
@@ -114,7 +130,8 @@ def _apply(options: argparse.Namespace) -> int:
     from inkling_mtp_staging.install import apply
 
     package = find_package(options.root)
-    return _tell(package, apply(package), options, is_applied=True)
+    done = apply(package, options.paths or EDITED_PATHS)
+    return _tell(package, done, options, is_applied=True)
 
 
 def _revert(options: argparse.Namespace) -> int:
@@ -130,7 +147,7 @@ def _diff(options: argparse.Namespace) -> int:
     from inkling_mtp_staging.install import pristine_sources
 
     package = find_package(options.root)
-    pristine = pristine_sources(package.directory.parent)
+    pristine = pristine_sources(package.directory.parent, options.paths or EDITED_PATHS)
     patch = unified_diff(pristine, compose_all(pristine))
     if options.json:
         _print_json({"directory": str(package.directory), "patch": patch})
@@ -148,7 +165,7 @@ def _status(options: argparse.Namespace) -> int:
     from inkling_mtp_staging.install import status
 
     package = find_package(options.root)
-    found = status(package)
+    found = status(package, options.paths)
     notes = [*found.notes, *_other_package(package)]
     if options.json:
         _print_json(
@@ -175,6 +192,8 @@ def _server_status(options: argparse.Namespace) -> int:
 
     if options.root is not None:
         raise ToolError(f"--url asks a server and {_ROOT} names a folder; give one")
+    if options.paths is not None:
+        raise ToolError(f"--url asks a server, which has no {ONLY_UPSTREAM_FIVE}")
     try:
         steps = read_steps(options.url)
     except NotCounted as error:
@@ -212,12 +231,14 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 _EPILOGS = {
-    _apply: "All five files change or none. An unknown release, a file that someone "
-    "else edited or an edit that does not fit is refused.",
+    _apply: "All files change or none. An unknown release, a file that someone else "
+    f"edited or an edit that does not fit is refused. {ONLY_UPSTREAM_FIVE} restores "
+    "the file that an earlier run without it edited.",
     _revert: "The originals come from the state file that apply left in the package.",
     _diff: "Writes nothing. In a checkout of upstream: git apply PATCH.",
-    _status: "Exit status: 0 all five applied, 1 not, 2 error; with --url 0 steps "
-    "are staged, 1 none is or the server counts none, 2 no answer.",
+    _status: f"Without {ONLY_UPSTREAM_FIVE}: the files that apply was told to edit. "
+    "Exit status: 0 all applied, 1 not, 2 error; with --url 0 steps are staged, 1 none is "
+    "or the server counts none, 2 no answer.",
     _completion: f'bash: eval "$({_PROGRAM} completion bash)" in ~/.bashrc; zsh: the '
     f"same with zsh, after compinit; fish: {_PROGRAM} completion fish | source",
 }

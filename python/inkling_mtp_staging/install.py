@@ -1,6 +1,6 @@
 """Apply the edits to an `sglang` package on disk, revert them, and tell its status.
 
-The five files change together or not at all: the originals go to the state file first,
+The edited files change together or not at all: the originals go to the state file first,
 then each file is replaced by rename, which leaves hard-linked copies elsewhere (a
 package cache) as they are. All that needs disk space is written before the first
 rename. A command that finds a state file left in the middle restores the originals
@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Mapping
+from typing import Collection, Iterator, Mapping
 
 from inkling_mtp_staging import ToolError
-from inkling_mtp_staging.bases import EDITED_PATHS, Base, sha256
+from inkling_mtp_staging.bases import (
+    EDITED_PATHS,
+    ONLY_UPSTREAM_FIVE,
+    TRITON_BACKEND,
+    Base,
+    sha256,
+)
 from inkling_mtp_staging.durable import (
     fsync_directory,
     remove_if_there,
@@ -58,7 +64,7 @@ IS_UNKNOWN = "not applied (unknown release)"
 
 @dataclass(frozen=True)
 class Status:
-    """The state of each of the five files, by path, and of the package they are in."""
+    """The state of each edited file, by path, and of the package they are in."""
 
     package: Package
     base: str
@@ -70,20 +76,23 @@ class Status:
         return set(self.files.values()) == {IS_APPLIED}
 
 
-def apply(package: Package) -> list[str]:
+def apply(package: Package, paths: Collection[str] = EDITED_PATHS) -> list[str]:
     """Put the composed files in place and return what happened, in sentences.
 
-    Does nothing if they are there already; brings an older edit set up to date. Raises
-    ToolError, with nothing changed, if a file is neither upstream's nor the tool's own,
-    or if an edit does not fit.
+    `paths` is one of the `EDIT_SETS`; a file that an earlier run edited and that is
+    none of them is restored. Does nothing if all is there already; brings older edits
+    up to date. Raises ToolError, with nothing changed, if a file is neither upstream's
+    nor the tool's own, or if an edit does not fit.
     """
     with _locked(package):
         check_release(package)
         notes = _recover(package)
-        tree, originals = _read_originals(package)
-        composed = _compose(originals)
-        if tree.contents == composed:
-            return [*notes, f"already applied to sglang {tree.base.version}"]
+        handled = {*paths, *_still_edited(package)}
+        tree, originals = _read_originals(package, _in_order(handled))
+        composed = {**originals, **_compose({path: originals[path] for path in paths})}
+        base = f"sglang {tree.base.version}{_scope(paths)}"
+        if tree.contents == composed and originals.keys() == set(paths):
+            return [*notes, f"already applied to {base}"]
         state = State(
             base=tree.base.version,
             phase=APPLYING,
@@ -97,9 +106,11 @@ def apply(package: Package) -> list[str]:
             },
         )
         was_applied = tree.contents != originals
-        _replace_all(package, composed, during=state, after=state.in_phase(APPLIED))
+        left_out = originals.keys() - set(paths)
+        after = state.without(left_out).in_phase(APPLIED)
+        _replace_all(package, composed, during=state, after=after)
         done = "updated the edits of" if was_applied else "applied to"
-        return [*notes, f"{done} sglang {tree.base.version}"]
+        return [*notes, f"{done} {base}"]
 
 
 def revert(package: Package) -> list[str]:
@@ -112,10 +123,11 @@ def revert(package: Package) -> list[str]:
     with _locked(package):
         notes = _recover(package)
         state = load_state(package)
-        if state is not None and state.is_stale(read_edited_files(package)):
+        paths = _on_record(state)
+        if state is not None and state.is_stale(read_edited_files(package, paths)):
             remove_state(package)
             return [*notes, "nothing to revert: sglang was reinstalled after apply"]
-        tree = _read(package)
+        tree = _read(package, paths)
         originals = tree.originals()
         if tree.contents == originals:
             return [
@@ -127,12 +139,13 @@ def revert(package: Package) -> list[str]:
         return [*notes, f"reverted to sglang {tree.base.version}"]
 
 
-def status(package: Package) -> Status:
+def status(package: Package, paths: Collection[str] | None = None) -> Status:
     """Return the package's status, after undoing an interrupted change.
 
-    Of a release that the edits are known not to be for, the notes say why, and no file
-    is looked at. Raises ToolError if nothing is known of the release, unless it
-    replaced one that the edits were applied to.
+    `paths` is one of the `EDIT_SETS`, without it the one that was applied, or all. Of a
+    release that the edits are known not to be for, the notes say why, and no file is
+    looked at. Raises ToolError if nothing is known of the release, unless it replaced
+    one that the edits were applied to.
     """
     with _locked(package):
         if not os.path.lexists(package.directory / STATE_NAME):
@@ -141,7 +154,9 @@ def status(package: Package) -> Status:
             except UnknownRelease as error:
                 return Status(package, error.version, {}, error.reasons)
         notes = _recover(package)
-        contents, state = read_edited_files(package), load_state(package)
+        state = load_state(package)
+        paths = _on_record(state) if paths is None else paths
+        contents = read_edited_files(package, paths)
     is_stale = state is not None and state.is_stale(contents)
     try:
         tree = _tree(package, contents, state)
@@ -150,7 +165,7 @@ def status(package: Package) -> Status:
             raise
         reinstalled = f"sglang was reinstalled after apply to {state.base}: {error}"
         notes += reinstalled.splitlines()
-        files = dict.fromkeys(EDITED_PATHS, IS_UNKNOWN)
+        files = dict.fromkeys(paths, IS_UNKNOWN)
         return Status(package, error.version, files, tuple(notes))
     if is_stale:
         notes.append("sglang was reinstalled after apply; apply again")
@@ -166,21 +181,31 @@ def status(package: Package) -> Status:
             files[path] = IS_PRISTINE
         else:
             files[path] = IS_APPLIED if content == composed[path] else IS_OLDER
+    if state is not None and not is_stale:
+        notes += [
+            f"{path}: {'applied too' if path in state.files else 'left out'}"
+            for path in EDITED_PATHS
+            if path not in paths
+        ]
     return Status(package, tree.base.version, files, tuple(notes))
 
 
-def originals_of(package: Package) -> dict[str, bytes]:
-    """Return the five files as upstream released them, whether or not edits are applied.
+def originals_of(
+    package: Package, paths: Collection[str] = EDITED_PATHS
+) -> dict[str, bytes]:
+    """Return the files as upstream released them, whether or not edits are applied.
 
     Writes nothing. Raises ToolError if a file is neither upstream's nor the tool's own.
     """
     check_release(package)
-    return _read_originals(package)[1]
+    return _read_originals(package, paths)[1]
 
 
-def pristine_sources(root: Path | None = None) -> dict[str, str]:
+def pristine_sources(
+    root: Path | None = None, paths: Collection[str] = EDITED_PATHS
+) -> dict[str, str]:
     """Return `originals_of` the package below `root` (default: installed), decoded."""
-    originals = originals_of(find_package(root))
+    originals = originals_of(find_package(root), paths)
     return {path: content.decode("utf-8") for path, content in originals.items()}
 
 
@@ -198,12 +223,13 @@ class _Tree:
             if sha256(original) == self.base.sha256[path]
         }
 
-    def originals(self) -> dict[str, bytes]:
+    def originals(self, may_leave_out: Collection[str] = ()) -> dict[str, bytes]:
         known = self.known_originals()
         foreign = [
             f"{self.package.directory / path}: "
             f"{reason_for_mismatch(content, self.base, path)}; reinstall sglang "
             f"{self.base.version}, or undo the change to this file"
+            + (f", or use {ONLY_UPSTREAM_FIVE}" if path in may_leave_out else "")
             for path, content in self.contents.items()
             if path not in known
         ]
@@ -212,8 +238,28 @@ class _Tree:
         return known
 
 
-def _read(package: Package) -> _Tree:
-    return _tree(package, read_edited_files(package), load_state(package))
+def _on_record(state: State | None) -> Collection[str]:
+    return EDITED_PATHS if state is None else tuple(state.files)
+
+
+def _still_edited(package: Package) -> Collection[str]:
+    """Return what an earlier run edited, unless sglang was reinstalled since."""
+    state = load_state(package)
+    if state is None or state.is_stale(read_edited_files(package, state.files)):
+        return ()
+    return state.files
+
+
+def _in_order(paths: Collection[str]) -> Collection[str]:
+    return tuple(path for path in EDITED_PATHS if path in paths)
+
+
+def _scope(paths: Collection[str]) -> str:
+    return "" if TRITON_BACKEND in paths else ", upstream's five files only"
+
+
+def _read(package: Package, paths: Collection[str]) -> _Tree:
+    return _tree(package, read_edited_files(package, paths), load_state(package))
 
 
 def _tree(
@@ -223,13 +269,16 @@ def _tree(
     return _Tree(package, base, contents, state)
 
 
-def _read_originals(package: Package) -> tuple[_Tree, dict[str, bytes]]:
+def _read_originals(
+    package: Package, paths: Collection[str]
+) -> tuple[_Tree, dict[str, bytes]]:
     """Read what the edits are applied to; a refusal names each edit that misses there."""
     try:
-        tree = _read(package)
-        return tree, tree.originals()
+        tree = _read(package, paths)
+        on_record = tree.state.files if tree.state else {}
+        return tree, tree.originals(may_leave_out={TRITON_BACKEND} - on_record.keys())
     except UnknownBase as error:
-        contents = undone(load_state(package), read_edited_files(package))
+        contents = undone(load_state(package), read_edited_files(package, paths))
         try:
             _compose(contents)
         except ToolError as misfit:
@@ -273,7 +322,7 @@ def _recover(package: Package) -> list[str]:
     state = load_state(package)
     if state is None or state.phase == APPLIED:
         return []
-    contents = read_edited_files(package)
+    contents = read_edited_files(package, _on_record(state))
     foreign = [
         f"{package.directory / path}: changed by someone else while an interrupted "
         f"run of this tool was unfinished; reinstall sglang {state.base}"
@@ -335,7 +384,9 @@ def _prepare(package: Package, contents: Mapping[str, bytes]) -> dict[Path, Path
 
 def _discard_temporaries(package: Package) -> None:
     for path in EDITED_PATHS:
-        remove_if_there(temporary_of(package.file(path)))
+        # A file that is left out may be missing or a link.
+        with suppress(ToolError):
+            remove_if_there(temporary_of(package.file(path)))
     for phase in PHASES:
         remove_if_there(temporary_of(package.directory / STATE_NAME, phase))
 

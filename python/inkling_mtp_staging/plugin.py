@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from inkling_mtp_staging.bases import sha256
+from inkling_mtp_staging.bases import EDITED_PATHS, TRITON_BACKEND, sha256
 from inkling_mtp_staging.state import APPLIED, load_state, undone
 from inkling_mtp_staging.tree import (
     UnknownRelease,
@@ -41,7 +41,8 @@ def _describe() -> str:
             check_release(package)
         except UnknownRelease as error:
             return f"not for sglang {error.version}: {'; '.join(error.reasons)}"
-    contents = read_edited_files(package)
+    paths = EDITED_PATHS if state is None else tuple(state.files)
+    contents = read_edited_files(package, paths)
     since = ""
     if state is not None and state.is_stale(contents):
         since = f", reinstalled after apply to {state.base}"
@@ -50,10 +51,11 @@ def _describe() -> str:
     except UnknownRelease as error:
         return f"not applied to sglang {error.version}{since} ({error})"
     digests = {path: sha256(content) for path, content in contents.items()}
-    if digests == base.sha256:
+    if digests == {path: base.sha256[path] for path in paths}:
         return f"not applied to sglang {base.version}{since}; {_HOW}"
     if state is not None and state.phase == APPLIED:
         composed = {path: file.composed_sha256 for path, file in state.files.items()}
         if digests == composed:
-            return f"applied to sglang {base.version}"
+            left_out = "" if TRITON_BACKEND in paths else f", without {TRITON_BACKEND}"
+            return f"applied to sglang {base.version}{left_out}"
     return f"not applied, and sglang {base.version}'s files are modified{since}; {_HOW}"

@@ -1,6 +1,6 @@
 """The state file inside the `sglang` package: originals, digests, and the phase.
 
-It is written before the first of the five files changes and removed after the last one
+It is written before the first of the edited files changes and removed after the last one
 is restored, so whatever happens in between can be undone from it.
 """
 
@@ -12,10 +12,10 @@ import os
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Mapping
+from typing import Collection, Mapping
 
 from inkling_mtp_staging import ToolError
-from inkling_mtp_staging.bases import base_of_version, sha256
+from inkling_mtp_staging.bases import EDIT_SETS, base_of_version, sha256
 from inkling_mtp_staging.durable import (
     fsync_directory,
     remove_if_there,
@@ -53,7 +53,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class State:
-    """What the tool has done, or was doing, to a package."""
+    """What the tool has done, or was doing, to a package.
+
+    `files` has one of the `EDIT_SETS`, by path.
+    """
 
     base: str
     phase: str
@@ -63,10 +66,17 @@ class State:
         """Return this state in another phase."""
         return replace(self, phase=phase)
 
+    def without(self, paths: Collection[str]) -> State:
+        """Return this state with nothing on record about `paths`."""
+        kept = {path: file for path, file in self.files.items() if path not in paths}
+        return replace(self, files=kept)
+
     def is_stale(self, contents: Mapping[str, bytes]) -> bool:
         """Say whether none of the edited files is left, as after a reinstallation."""
         return not any(
-            self.files[path].is_edited(content) for path, content in contents.items()
+            self.files[path].is_edited(content)
+            for path, content in contents.items()
+            if path in self.files
         )
 
 
@@ -76,7 +86,7 @@ def undone(state: State | None, contents: Mapping[str, bytes]) -> dict[str, byte
         return dict(contents)
     return {
         path: state.files[path].original
-        if state.files[path].is_own(content)
+        if path in state.files and state.files[path].is_own(content)
         else content
         for path, content in contents.items()
     }
@@ -145,12 +155,12 @@ def remove_state(package: Package) -> None:
 def _state(document: dict) -> State:
     base = base_of_version(document["base"])
     files = {path: _record(entry) for path, entry in document["files"].items()}
-    digests = {path: sha256(record.original) for path, record in files.items()}
     is_sound = (
         document["format"] == _FORMAT
         and document["phase"] in PHASES
         and base is not None
-        and digests == base.sha256
+        and any(files.keys() == set(paths) for paths in EDIT_SETS)
+        and all(sha256(file.original) == base.sha256[p] for p, file in files.items())
     )
     if not is_sound:
         raise ValueError("not what this version of the tool writes")

@@ -1,4 +1,4 @@
-"""Find an `sglang` package on disk, its version and its five edited files, unimported."""
+"""Find an `sglang` package on disk, its version and its edited files, unimported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping
+from typing import Collection, Mapping
 
 from inkling_mtp_staging import ToolError
 from inkling_mtp_staging.bases import (
@@ -105,9 +105,11 @@ def check_release(package: Package) -> None:
         raise UnknownRelease(package.directory, version)
 
 
-def read_edited_files(package: Package) -> dict[str, bytes]:
-    """Return the five files' contents, by path. Raises ToolError as `Package.file`."""
-    return {path: package.file(path).read_bytes() for path in EDITED_PATHS}
+def read_edited_files(
+    package: Package, paths: Collection[str] = EDITED_PATHS
+) -> dict[str, bytes]:
+    """Return the files' contents, by path. Raises ToolError as `Package.file`."""
+    return {path: package.file(path).read_bytes() for path in paths}
 
 
 def base_of(package: Package, contents: Mapping[str, bytes]) -> Base:

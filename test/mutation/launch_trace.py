@@ -15,6 +15,7 @@ from draft_extend_staging_fixture import (
     RecordedGraph,
     build_backend,
     build_stack,
+    build_triton_backend,
     cpu_stand_ins,
     fill_mappings,
     published_config,
@@ -42,14 +43,21 @@ class TestTrace(unittest.TestCase):
                 for single_graph in (True, False):
                     key = f"front {boundary_kv_fix}, one graph {single_graph}"
                     trace[key] = self.trace_steps(
-                        server_args, boundary_kv_fix, single_graph
+                        server_args, boundary_kv_fix, single_graph, build_backend
                     )
+            # The release takes no combined graph here, with or without front rows.
+            trace["Triton"] = self.trace_steps(
+                server_args, True, True, build_triton_backend
+            )
         path = Path(worker_module.__file__).parent / "trace.json"
         path.write_text(json.dumps(trace))
 
-    def trace_steps(self, server_args, boundary_kv_fix, single_graph):
+    def trace_steps(self, server_args, boundary_kv_fix, single_graph, make_backend):
         stack = build_stack(
-            server_args, boundary_kv_fix=boundary_kv_fix, single_graph=single_graph
+            server_args,
+            boundary_kv_fix=boundary_kv_fix,
+            single_graph=single_graph,
+            make_backend=make_backend,
         )
         trace = {}
         for lens in ([40, 7, 2], [9]):
@@ -59,7 +67,7 @@ class TestTrace(unittest.TestCase):
         trace["fence"] = str(
             stack.worker.last_shared_read_runner.shared_read_done_event
         )
-        wrapper = build_backend(target)
+        wrapper = make_backend(target)
         batch = fill_mappings(stack, [40, 7, 2])
         trace["commit"] = traced(
             lambda: wrapper.update_mamba_state_after_mtp_verify(

@@ -1,4 +1,4 @@
-"""Runs jobs of ``run_mutants.py``: tests against given sources of the five modules."""
+"""Runs jobs of ``run_mutants.py``: tests against given sources of the edited modules."""
 
 from __future__ import annotations
 

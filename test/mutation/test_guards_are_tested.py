@@ -28,6 +28,7 @@ WORKER = "srt/speculative/multi_layer_eagle_worker_v2.py"
 RUNNER = "srt/speculative/multi_layer_eagle_draft_extend_cuda_graph_runner.py"
 SCONV = "srt/layers/attention/linear/inkling_sconv_backend.py"
 FLASH = "srt/layers/attention/flashattention_backend.py"
+TRITON = "srt/layers/attention/triton_backend.py"
 
 _FENCE = "test_multi_layer_eagle_shared_read_fence"
 _STAGING = "test_draft_extend_metadata_staging"
@@ -42,9 +43,16 @@ COMPOSITE = f"{_STAGING}.TestComposite"
 GRAPHS = f"{_STAGING}.TestDraftGraphs"
 POISON = f"{_STAGING}.TestPoisonedStep"
 COMMIT = f"{_STAGING}.TestConvCommit"
+_TRITON = "test_triton_draft_extend_staging"
+TRITON_CAPABILITY = f"{_TRITON}.TestTritonCapability"
+TRITON_BUFFERS = f"{_TRITON}.TestTritonStagedBuffers"
+TRITON_GRAPHS = f"{_TRITON}.TestTritonDraftGraphs"
+TRITON_POISON = f"{_TRITON}.TestTritonPoisonedStep"
 
-# Where the commit falls back to what the release always does.
+# Where the commit and the Triton backend fall back to what the release always does.
 AS_RELEASED = {
+    f"{TRITON_CAPABILITY}.test_only_draft_extend_is_recorded",
+    f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
     f"{COMMIT}.test_pdmux_looks_the_slots_up",
     f"{COMMIT}.test_a_translating_pool_looks_the_slots_up",
     f"{COMMIT}.test_more_requests_than_the_slot_buffer_holds",
@@ -428,6 +436,171 @@ MUTATIONS = [
             ),
             ("encoders", "            and not self.is_encoder_decoder\n", ""),
         )
+    ),
+    *(
+        mutation(
+            f"Triton stages {what}",
+            TRITON,
+            guard,
+            instead,
+            f"{TRITON_CAPABILITY}.test_conditions",
+        )
+        for what, guard, instead in (
+            (
+                "trees",
+                "self._draft_extend_metadata_in_graph\n            and self.topk == 1\n",
+                "self._draft_extend_metadata_in_graph\n",
+            ),
+            ("a sharded prefix", "            and self.dcp_size == 1\n", ""),
+            (
+                "deterministic inference",
+                "            and not self.enable_deterministic\n",
+                "",
+            ),
+            (
+                "translated ids",
+                "            and not self.kv_index_translator.is_translating\n",
+                "",
+            ),
+            (
+                "through page tables",
+                "            and (\n"
+                "                not self.use_sliding_window_kv_pool\n"
+                "                or self.token_to_kv_pool.full_to_swa_index_mapping"
+                " is not None\n"
+                "            )\n",
+                "",
+            ),
+        )
+    ),
+    # whose Triton graphs are left as released
+    mutation(
+        "Triton records a target's draft extend",
+        TRITON,
+        "            self.is_draft_runner\n            and get_spec()",
+        "            get_spec()",
+        f"{TRITON_CAPABILITY}.test_a_target_is_the_release_s",
+    ),
+    mutation(
+        "Triton records a single-layer draft's",
+        TRITON,
+        "            and get_spec().enable_multi_layer_eagle\n",
+        "",
+        f"{TRITON_CAPABILITY}.test_a_single_layer_eagle_draft_is_the_release_s",
+    ),
+    mutation(
+        "Triton records the draft extend of a model without conv state",
+        TRITON,
+        "            and mambaish_config(model_runner.model_config) is not None\n",
+        "",
+        f"{TRITON_CAPABILITY}.test_a_draft_without_conv_state_is_the_release_s",
+    ),
+    mutation(
+        "Triton records it whatever the switch",
+        TRITON,
+        "            and draft_extend_metadata_staging_enabled()\n",
+        "",
+        f"{TRITON_CAPABILITY}.test_switched_off_it_is_the_release_s",
+        f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
+    ),
+    mutation(
+        "Triton records it in every mode",
+        TRITON,
+        "            forward_batch.forward_mode.is_draft_extend_v2()\n"
+        "            and self.draft_extend_metadata_captured_in_graph()\n"
+        "        ):\n"
+        "            return\n",
+        "            self.draft_extend_metadata_captured_in_graph()\n"
+        "        ):\n"
+        "            return\n",
+        f"{TRITON_CAPABILITY}.test_only_draft_extend_is_recorded",
+    ),
+    mutation(
+        "Triton rebuilds it ahead of the replay",
+        TRITON,
+        "        return (\n            self._draft_extend_metadata_in_graph\n",
+        "        return False and (\n            self._draft_extend_metadata_in_graph\n",
+        f"{TRITON_GRAPHS}.test_the_single_graph_takes_it",
+        f"{TRITON_GRAPHS}.test_unstaged_they_rebuild_it_themselves",
+    ),
+    # what Triton's draft graphs read
+    mutation(
+        "Triton's graphs leave out the front rows",
+        TRITON,
+        "            max_extend_len=forward_batch.out_cache_loc.shape[0] // bs,\n",
+        "",
+        f"{TRITON_GRAPHS}.test_the_queries_are_the_whole_window",
+        f"{TRITON_BUFFERS}.test_page_size_16",
+    ),
+    mutation(
+        "Triton's graphs have no window indices",
+        TRITON,
+        "            window_kv_indices=(\n"
+        "                self.cuda_graph_window_kv_indices if has_window else None\n"
+        "            ),\n",
+        "",
+        f"{TRITON_BUFFERS}.test_page_size_16",
+    ),
+    mutation(
+        "Triton's graphs read the window of another batch size",
+        TRITON,
+        "            window_kv_indptr=self.window_kv_indptr[: bs + 1]"
+        " if has_window else None,\n",
+        "",
+        f"{TRITON_BUFFERS}.test_page_size_16",
+    ),
+    mutation(
+        "Triton's indices of a sequence shorter than its window",
+        TRITON,
+        "    kv_lens = tl.maximum(seq_lens - extend_lens, 0).to(tl.int32)\n",
+        "    kv_lens = (seq_lens - extend_lens).to(tl.int32)\n",
+        f"{TRITON_BUFFERS}.test_a_sequence_shorter_than_its_window",
+    ),
+    mutation(
+        "Triton's indptrs begin with what was there",
+        TRITON,
+        "            tl.store(kv_indptr_ptr, 0)\n"
+        "            tl.store(qo_indptr_ptr, 0)\n",
+        "            pass\n",
+        f"{TRITON_BUFFERS}.test_page_size_16",
+    ),
+    mutation(
+        "Triton's window begins with the sequence",
+        TRITON,
+        "        window_begin = kv_len - tl.minimum(kv_len, window_size)\n",
+        "        window_begin = kv_len * 0\n",
+        f"{TRITON_BUFFERS}.test_prefixes_of_several_blocks",
+    ),
+    mutation(
+        "Triton's window reads full KV slots",
+        TRITON,
+        "                loc = tl.load(full_to_swa_ptr + loc, mask=in_window, other=0)\n",
+        "                pass\n",
+        f"{TRITON_BUFFERS}.test_page_size_16",
+        f"{TRITON_BUFFERS}.test_poison_moves_an_unstaged_read_only",
+    ),
+    mutation(
+        "Triton writes to full KV slots",
+        TRITON,
+        "            swa_loc = tl.load(full_to_swa_ptr + loc, mask=in_width, other=0)\n",
+        "            swa_loc = loc\n",
+        f"{TRITON_BUFFERS}.test_page_size_16",
+    ),
+    mutation(
+        "Triton's programs take only their first block",
+        TRITON,
+        "range(program, tl.cdiv(kv_len, KV_BLOCK), tl.num_programs(1)):\n",
+        "range(program, program + 1, tl.num_programs(1)):\n",
+        f"{TRITON_BUFFERS}.test_prefixes_of_several_blocks",
+    ),
+    mutation(
+        "the draft graphs build Triton's metadata",
+        SCONV,
+        "            self.short_conv_backend.init_staged_draft_extend_metadata_in_graph(\n",
+        "            self.full_attn_backend.init_forward_metadata_in_graph(forward_batch)\n"
+        "            self.short_conv_backend.init_staged_draft_extend_metadata_in_graph(\n",
+        f"{TRITON_GRAPHS}.test_they_read_no_mapping_when_staged",
+        f"{TRITON_POISON}.test_page_size_16",
     ),
 ]
 

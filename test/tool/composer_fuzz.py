@@ -1,4 +1,4 @@
-"""Random changes to the five released files, and the rules that composing must keep.
+"""Random changes to the released files, and the rules that composing must keep.
 
 The files are cut down to what the edits name, so that thousands of cases take minutes;
 every member, statement and import that an edit file refers to is there.

@@ -18,7 +18,7 @@ PATH = "srt/some/module.py"
 
 @pytest.fixture(scope="session")
 def pristine() -> dict[str, str]:
-    """The five released sources, whether or not the edits are applied here."""
+    """The released sources, whether or not the edits are applied here."""
     return pristine_sources()
 
 
@@ -43,7 +43,7 @@ def compose() -> Callable[[str, str], str]:
 
 @dataclass(frozen=True)
 class Tree:
-    """A site-packages folder that holds the five files and little else."""
+    """A site-packages folder that holds the edited files and little else."""
 
     root: Path
 
@@ -60,7 +60,7 @@ class Tree:
         }
 
     def sources(self) -> dict[str, str]:
-        """Return the five files by their path in the package."""
+        """Return the edited files by their path in the package."""
         return {
             path: (self.package / path).read_text(encoding="utf-8")
             for path in EDITED_PATHS

@@ -19,7 +19,7 @@ OLD, NEW = b"VALUE = 'old'\n", b"VALUE = 'new'\n"
 
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> Path:
-    """An sglang whose five modules can be imported, with edits of the same size."""
+    """An sglang whose edited modules can be imported, with edits of the same size."""
     root = tmp_path / "site-packages"
     for path in EDITED_PATHS:
         file = root / "sglang" / path

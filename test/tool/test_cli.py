@@ -107,7 +107,7 @@ def test_diff_is_utf8_on_any_terminal(tree, tool, edits, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert tool("diff").status == 0
-    assert written.getvalue().count("+# caf\u00e9\n".encode()) == 5
+    assert written.getvalue().count("+# caf\u00e9\n".encode()) == len(EDITED_PATHS)
 
 
 def test_a_folder_of_any_name_is_printed(tree, tmp_path):
@@ -138,8 +138,12 @@ def completed_by_bash(words: list[str], tmp_path) -> set[str]:
         ([""], {*COMMANDS, "--help", "--version"}),
         (["st"], {"status"}),
         (["status"], {"status"}),
-        (["status", "--"], {"--help", "--root", "--json", "--url"}),
-        (["apply", "--"], {"--help", "--root", "--json"}),
+        (
+            ["status", "--"],
+            {"--help", "--root", "--json", "--only-upstream-five", "--url"},
+        ),
+        (["apply", "--"], {"--help", "--root", "--json", "--only-upstream-five"}),
+        (["revert", "--"], {"--help", "--root", "--json"}),
         (["completion", ""], {"bash", "zsh", "fish", "--help"}),
         (["completion", "f"], {"fish"}),
         (["apply", "--root", ""], {"a folder", "other"}),
@@ -157,7 +161,15 @@ def test_bash_completion(tmp_path, words, completed):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_names_everything_and_is_a_script(shell, tmp_path):
     script = run("completion", shell).stdout.decode()
-    for word in (*COMMANDS, "root", "json", "url", "help", "version"):
+    for word in (
+        *COMMANDS,
+        "root",
+        "json",
+        "url",
+        "only-upstream-five",
+        "help",
+        "version",
+    ):
         assert word in script
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here; only the words of its script were checked")
@@ -173,7 +185,7 @@ def test_completion_names_everything_and_is_a_script(shell, tmp_path):
     ("line", "completed"),
     [
         ("", {*COMMANDS}),
-        ("status --", {"--help", "--root", "--json", "--url"}),
+        ("status --", {"--help", "--root", "--json", "--only-upstream-five", "--url"}),
         ("completion ", {"bash", "zsh", "fish"}),
         ("apply --root ", {"folder/"}),
     ],

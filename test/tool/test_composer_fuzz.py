@@ -21,6 +21,7 @@ from inkling_mtp_staging.bases import (
     EDITED_PATHS,
     FLASHATTENTION_BACKEND,
     INKLING_SCONV_BACKEND,
+    TRITON_BACKEND,
 )
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -31,6 +32,7 @@ CASES = {
     INKLING_SCONV_BACKEND: 900,
     DRAFT_EXTEND_RUNNER: 150,
     EAGLE_WORKER: 150,
+    TRITON_BACKEND: 150,
 }
 
 

@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from inkling_mtp_staging.bases import EAGLE_WORKER, FLASHATTENTION_BACKEND
+from inkling_mtp_staging.bases import (
+    EAGLE_WORKER,
+    EDITED_PATHS,
+    FLASHATTENTION_BACKEND,
+)
 from inkling_mtp_staging.cli import main
 from inkling_mtp_staging.state import STATE_NAME
 
-RENAMES_OF_APPLY = 7  # the state before, five files, the state after
-RENAMES_OF_REVERT = 6  # the state before, five files
+RENAMES_OF_REVERT = 1 + len(EDITED_PATHS)  # the state before, the files
+RENAMES_OF_APPLY = RENAMES_OF_REVERT + 1  # and the state after
 KILLED = 77
 
 
-def die_at_rename(number: int, root: Path, command: str) -> None:
+def die_at_rename(number: int, root: Path, *arguments: str) -> None:
     """Run a command in a child process that dies instead of its n-th rename."""
     child = os.fork()
     if child == 0:
@@ -30,7 +34,7 @@ def die_at_rename(number: int, root: Path, command: str) -> None:
             rename(*arguments)
 
         os.replace = replace
-        main([command, "--root", str(root)])
+        main([*arguments, "--root", str(root)])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
@@ -40,7 +44,7 @@ def test_interrupted_apply(tree, tool, pristine, composed, number):
     die_at_rename(number, tree.root, "apply")
     done = tool("status")
     assert done.status == 1
-    assert done.out.count("pristine") == 5
+    assert done.out.count("pristine") == len(EDITED_PATHS)
     assert ("interrupted apply was rolled back" in done.out) == (number > 0)
     assert tree.sources() == pristine
     assert not tree.leftovers()

@@ -1,4 +1,4 @@
-"""What the tool touches: five files, their bytecode, its state file, and nothing else."""
+"""What the tool touches: the edited files, their bytecode, its state file, and nothing else."""
 
 from __future__ import annotations
 
@@ -82,27 +82,27 @@ def changes(before: dict, after: dict) -> set[str]:
     return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
-def test_only_the_five_their_bytecode_and_the_state_change(crowded):
-    five = {f"sglang/{path}" for path in EDITED_PATHS}
+def test_only_the_edited_files_their_bytecode_and_the_state_change(crowded):
+    edited = {f"sglang/{path}" for path in EDITED_PATHS}
     bytecode = {
         f"{Path(path).parent}/__pycache__/{Path(path).stem}.cpython-311.pyc"
-        for path in five
+        for path in edited
     }
     state = {f"sglang/{STATE_NAME}"}
     before = snapshot(crowded)
     for command, expected in (
         ("status", set()),
         ("diff", set()),
-        ("apply", five | bytecode | state),
-        ("status", five | bytecode | state),
-        ("diff", five | bytecode | state),
-        ("revert", five | bytecode),
+        ("apply", edited | bytecode | state),
+        ("status", edited | bytecode | state),
+        ("diff", edited | bytecode | state),
+        ("revert", edited | bytecode),
     ):
         seen = watched(command, "--root", str(crowded.root))
         assert changes(before, snapshot(crowded)) == expected
         assert_harmless(seen, crowded)
-    five_now = {name: snapshot(crowded)[name][:2] for name in five}
-    assert five_now == {name: before[name][:2] for name in five}
+    edited_now = {name: snapshot(crowded)[name][:2] for name in edited}
+    assert edited_now == {name: before[name][:2] for name in edited}
 
 
 def assert_harmless(seen: list[list[str]], tree) -> None:

@@ -35,6 +35,7 @@ class LabConfig:
     """What differs between boots. ``staging`` drives the environment switch."""
 
     name: str
+    attention_backend: str = "fa4"
     page_size: int = 1
     num_steps: int = 3
     combined: bool = True
@@ -124,7 +125,7 @@ def boot(config: LabConfig) -> "StepLab":
         model_path=model_path,
         load_format="dummy",
         skip_tokenizer_init=True,
-        attention_backend="fa4",
+        attention_backend=config.attention_backend,
         sampling_backend="pytorch",
         grammar_backend="none",
         speculative_algorithm="EAGLE",

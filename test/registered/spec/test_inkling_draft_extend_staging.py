@@ -37,6 +37,18 @@ def configs():
             LabConfig("banded", mtp_local_layer_ids=(1,)),
             LabConfig("banded_per_step", mtp_local_layer_ids=(0, 1), combined=False),
             LabConfig("switched_off", staging=False),
+            LabConfig("triton_page1_combined", "triton"),
+            LabConfig("triton_page16_per_step", "triton", page_size=16, combined=False),
+            LabConfig("triton_banded", "triton", mtp_local_layer_ids=(1,)),
+            # Without front rows, where the release's graphs cover all queries: the
+            # digests of these two must be equal.
+            LabConfig("triton_no_front", "triton", boundary_kv_fix=False),
+            LabConfig(
+                "triton_no_front_switched_off",
+                "triton",
+                boundary_kv_fix=False,
+                staging=False,
+            ),
         )
     }
 
@@ -250,11 +262,25 @@ class TestInklingDraftExtendStaging(CustomTestCase):
             self.assertFalse(
                 backend.short_conv_backend._cache_indices_buf[pads].any().item()
             )
+            if self.lab.config.attention_backend == "triton":
+                self.check_padded_indices(backend.full_attn_backend, raw_bs, bs, width)
+                continue
             metadata = backend.full_attn_backend.draft_extend_metadata[bs]
             self.assertFalse(metadata.page_table[pads, 0].any().item())
             if metadata.swa_page_table is not None:
                 self.assertFalse(metadata.swa_page_table[pads, 0].any().item())
                 self.assertFalse(metadata.swa_out_cache_loc[tokens].any().item())
+
+    def check_padded_indices(self, backend, raw_bs, bs, width):
+        """Padded rows have queries, but no prefix and no slot."""
+        queries = backend.qo_indptr[: bs + 1].tolist()
+        self.assertEqual(queries, [width * row for row in range(bs + 1)])
+        for indptr in (backend.kv_indptr, backend.window_kv_indptr):
+            if indptr is not None:
+                self.assertEqual(len(set(indptr[raw_bs : bs + 1].tolist())), 1)
+        if backend.use_sliding_window_kv_pool:
+            tokens = slice(raw_bs * width, bs * width)
+            self.assertFalse(backend.cuda_graph_swa_out_cache_loc[tokens].any().item())
 
     def check_written_slots(self, spec, before):
         """KV writes land in the batch's own window slots and the dummy page."""

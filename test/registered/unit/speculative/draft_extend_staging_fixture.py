@@ -40,6 +40,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from sglang.srt.configs.inkling import (
     InklingConvCacheParams,
     InklingConvStateShape,
+    InklingModelConfig,
 )
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
@@ -50,6 +51,7 @@ from sglang.srt.layers.attention.linear.inkling_sconv_backend import (
     InklingShortConvAttnBackend,
     InklingShortConvHybridAttnBackend,
 )
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
@@ -62,7 +64,7 @@ from sglang.srt.model_executor.cuda_graph_config import (
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import get_attn_backend
-from sglang.srt.runtime_context import get_context, get_schedule
+from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
 from sglang.srt.speculative import (
     multi_layer_eagle_draft_extend_cuda_graph_runner as runner_module,
 )
@@ -362,7 +364,11 @@ def published_config(
             prefill=PhaseConfig(backend=Backend.DISABLED, bs=[16 * max(buckets)]),
         ),
     )
-    with get_context().override_server_args(**{**fields, **overrides}) as server_args:
+    with (
+        get_context().override_server_args(**{**fields, **overrides}) as server_args,
+        # As process groups of one rank would have stamped them.
+        get_parallel().override(attn_tp_size=1, attn_dcp_size=1, attn_dcp_rank=0),
+    ):
         yield server_args
 
 
@@ -372,10 +378,14 @@ def published_config(
 class DigestModel:
     """A draft model whose output is a digest of all that its graph may read.
 
-    Per request: the live page-table entries (full and SWA), the KV write
-    locations, the conv slot and its mask, the positions, tokens and hidden
-    states. A single stale or poisoned entry changes the digest.
+    Per request: the live KV entries (full and window), the KV write locations, the
+    conv slot and its mask, the positions, tokens and hidden states. A single stale
+    or poisoned entry changes the digest. ``metadata`` holds the attention metadata
+    that the newest forward of each batch size read.
     """
+
+    def __init__(self):
+        self.metadata: Dict[int, Any] = {}
 
     def get_embed_and_head(self):
         return None, None
@@ -392,13 +402,9 @@ class DigestModel:
             positions.view(bs, -1),
             forward_batch.out_cache_loc.view(bs, -1),
             forward_batch.spec_info.hidden_states.view(bs, -1).to(torch.int64),
-            _live_pages(metadata.page_table, metadata, backend),
+            *_kv_entries(metadata, backend).values(),
         ]
-        if metadata.swa_page_table is not None:
-            per_request += [
-                _live_pages(metadata.swa_page_table, metadata, backend),
-                metadata.swa_out_cache_loc.view(bs, -1),
-            ]
+        self.metadata[bs] = metadata
         if hasattr(backend, "short_conv_backend"):
             conv = backend.conv_state_metadata(0, forward_batch)
             per_request += [
@@ -416,6 +422,41 @@ class DigestModel:
         return LogitsProcessorOutput(
             next_token_logits=logits, hidden_states=hidden_states
         )
+
+
+def _kv_entries(metadata, backend) -> Dict[str, torch.Tensor]:
+    """Per request, row by row, the KV slots (or their pages) that attention reads
+    and, in a sliding-window pool, writes; what no kernel reads is zeroed."""
+    if isinstance(getattr(backend, "full_attn_backend", backend), TritonAttnBackend):
+        return _kv_entries_of_indices(metadata)
+    entries = {"page_table": _live_pages(metadata.page_table, metadata, backend)}
+    if metadata.swa_page_table is not None:
+        bs = metadata.page_table.shape[0]
+        entries["swa_page_table"] = _live_pages(
+            metadata.swa_page_table, metadata, backend
+        )
+        entries["swa_out_cache_loc"] = metadata.swa_out_cache_loc.view(bs, -1)
+    return entries
+
+
+def _kv_entries_of_indices(metadata) -> Dict[str, torch.Tensor]:
+    bs = metadata.qo_indptr.shape[0] - 1
+    entries = {"kv_indices": _live_indices(metadata.kv_indptr, metadata.kv_indices)}
+    if metadata.window_kv_indices is not None:
+        entries["window_kv_indices"] = _live_indices(
+            metadata.window_kv_indptr, metadata.window_kv_indices
+        )
+    if metadata.swa_out_cache_loc is not None:
+        entries["swa_out_cache_loc"] = metadata.swa_out_cache_loc.view(bs, -1)
+    return entries
+
+
+def _live_indices(indptr, indices):
+    offsets = torch.arange(MAX_CONTEXT_LEN)[None, :]
+    live = offsets < (indptr[1:] - indptr[:-1])[:, None]
+    positions = torch.where(live, indptr[:-1, None] + offsets, indices.shape[0])
+    # The last position stands for all that no kernel reads.
+    return torch.nn.functional.pad(indices, (0, 1))[positions]
 
 
 def _live_pages(page_table, metadata, backend):
@@ -468,19 +509,31 @@ class Stack:
 
 def model_config() -> SimpleNamespace:
     text_config = SimpleNamespace(num_attention_heads=2, attn_logit_softcapping=None)
+    hf_config = InklingModelConfig(
+        architectures=["InklingForConditionalGenerationMTP"],
+        hidden_size=HIDDEN_SIZE,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB_SIZE,
+    )
     return SimpleNamespace(
         is_encoder_decoder=False,
         is_local_attention_model=False,
         context_len=MAX_CONTEXT_LEN,
         attention_arch=AttentionArch.MHA,
         head_dim=16,
+        v_head_dim=16,
+        swa_v_head_dim=16,
         hidden_size=HIDDEN_SIZE,
         spec_hidden_size=HIDDEN_SIZE,
         vocab_size=VOCAB_SIZE,
         dtype=torch.float32,
-        hf_config=SimpleNamespace(architectures=["InklingForConditionalGenerationMTP"]),
+        hf_config=hf_config,
         hf_text_config=text_config,
-        get_num_kv_heads=lambda tp_size: 2,
+        linear_attn_registry_result=None,
+        get_num_kv_heads=lambda tp_size, dcp_size=1: 2,
+        get_max_num_attention_heads=lambda: 2,
     )
 
 
@@ -587,6 +640,7 @@ def build_model_runner(
         kv_cache_dtype_str="auto",
         req_to_token_pool=req_to_token_pool,
         token_to_kv_pool=kv_pool,
+        token_to_kv_pool_allocator=allocator,
         kv_index_translator=KVIndexTranslator(
             req_to_token=req_to_token_pool.req_to_token,
             token_to_kv_pool_allocator=allocator,
@@ -602,13 +656,17 @@ def build_model_runner(
     )
 
 
-def build_backend(model_runner) -> InklingShortConvHybridAttnBackend:
-    """Inkling's wrapper around FlashAttention and the conv sidecar."""
+def build_backend(
+    model_runner, full_attn: type = FlashAttentionBackend
+) -> InklingShortConvHybridAttnBackend:
+    """Inkling's wrapper around an attention backend and the conv sidecar."""
     return InklingShortConvHybridAttnBackend(
-        FlashAttentionBackend(model_runner),
-        InklingShortConvAttnBackend(model_runner),
-        [0],
+        full_attn(model_runner), InklingShortConvAttnBackend(model_runner), [0]
     )
+
+
+def build_triton_backend(model_runner) -> InklingShortConvHybridAttnBackend:
+    return build_backend(model_runner, TritonAttnBackend)
 
 
 def build_worker(server_args, target_runner, draft_runners):
@@ -793,26 +851,27 @@ def staged_buffers(stack: Stack, num_reqs: int) -> Dict[str, torch.Tensor]:
         "positions": buffers.positions[: bs * stack.width],
     }
     for depth, backend in enumerate(stack.backends):
-        result.update(_metadata_of(backend, bs, depth))
+        metadata = stack.runner.runners[depth].model_runner.model.metadata[bs]
+        result.update(_metadata_of(backend, metadata, bs, depth))
     return {name: tensor.clone() for name, tensor in result.items()}
 
 
-def _metadata_of(backend, bs: int, depth: int) -> Dict[str, torch.Tensor]:
+def _metadata_of(backend, metadata, bs: int, depth: int) -> Dict[str, torch.Tensor]:
     """What one depth's draft-extend graph reads at batch size ``bs``."""
-    fa = backend.full_attn_backend
-    metadata = fa.draft_extend_metadata[bs]
     result = {
-        "cache_seqlens": metadata.cache_seqlens_int32,
-        "cu_seqlens_k": metadata.cu_seqlens_k,
-        "cu_seqlens_q": metadata.cu_seqlens_q,
-        "page_table": _live_pages(metadata.page_table, metadata, backend),
+        **_kv_entries(metadata, backend),
         "conv_slots": backend.short_conv_backend._cache_indices_buf[:bs],
     }
-    if metadata.swa_page_table is not None:
-        result["swa_page_table"] = _live_pages(
-            metadata.swa_page_table, metadata, backend
-        )
-        result["swa_out_cache_loc"] = metadata.swa_out_cache_loc
+    if isinstance(backend.full_attn_backend, TritonAttnBackend):
+        names = ("qo_indptr", "kv_indptr", "window_kv_indptr")
+        result["max_extend_len"] = torch.tensor(metadata.max_extend_len)
+        # Captured for a causal chain.
+        assert metadata.custom_mask is None
+    else:
+        names = ("cache_seqlens_int32", "cu_seqlens_k", "cu_seqlens_q")
+    for name in names:
+        if getattr(metadata, name) is not None:
+            result[name] = getattr(metadata, name)
     return {f"depth {depth} {name}": tensor for name, tensor in result.items()}
 
 
@@ -829,6 +888,18 @@ def scribble_over_staged_buffers(stack: Stack, value: int = 7) -> None:
     for backend in stack.backends:
         backend.short_conv_backend._cache_indices_buf.fill_(value)
         fa = backend.full_attn_backend
+        if isinstance(fa, TritonAttnBackend):
+            for name in (
+                "qo_indptr",
+                "kv_indptr",
+                "window_kv_indptr",
+                "cuda_graph_kv_indices",
+                "cuda_graph_window_kv_indices",
+                "cuda_graph_swa_out_cache_loc",
+            ):
+                if getattr(fa, name, None) is not None:
+                    getattr(fa, name).fill_(value)
+            continue
         for name in ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table"):
             fa.draft_extend_metadata[name].fill_(value)
         if "swa_page_table" in fa.draft_extend_metadata:
@@ -857,8 +928,9 @@ def window_of(stack: Stack, batch: Batch) -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def unstaged_buffers(stack: Stack, batch: Batch) -> Dict[str, torch.Tensor]:
-    """What the in-graph hooks of the same backends, never asked to stage, produce
-    from the mappings as they are now; the same keys as ``staged_buffers``."""
+    """What the release's own hooks, in graph or eager, of backends that were never
+    asked to stage produce from the mappings as they are now; the same keys as
+    ``staged_buffers``."""
     runner = stack.runner
     bs = bucket_of(stack, len(batch))
 
@@ -876,16 +948,27 @@ def unstaged_buffers(stack: Stack, batch: Batch) -> Dict[str, torch.Tensor]:
         "positions": padded(positions, bs * stack.width, 0),
     }
     for depth, depth_runner in enumerate(runner.runners):
-        backend = build_backend(depth_runner.model_runner)
+        full_attn = type(stack.backends[depth].full_attn_backend)
+        backend = build_backend(depth_runner.model_runner, full_attn)
         backend.init_cuda_graph_state(runner.max_bs, runner.max_bs * stack.width)
         # A batch of the captured shape, on tensors of its own.
         forward_batch = depth_runner.get_forward_batch(bs)
         forward_batch.req_pool_indices = result["req_pool_indices"]
         forward_batch.seq_lens = result["seq_lens"]
         forward_batch.out_cache_loc = result["out_cache_loc"]
-        backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
-        backend.init_forward_metadata_in_graph(forward_batch)
-        result.update(_metadata_of(backend, bs, depth))
+        if full_attn is TritonAttnBackend:
+            # The release records none of it, and what it rebuilds ahead of a replay
+            # lacks the front rows and the window indices (docs/upstream-findings.md).
+            forward_batch.extend_prefix_lens = (
+                forward_batch.seq_lens - stack.width
+            ).clamp(min=0)
+            forward_batch.extend_prefix_lens_cpu = None
+            backend.full_attn_backend.init_forward_metadata(forward_batch)
+            backend.short_conv_backend._prepare_slot_indices(forward_batch)
+        else:
+            backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+            backend.init_forward_metadata_in_graph(forward_batch)
+        result.update(_metadata_of(backend, backend.forward_metadata, bs, depth))
     return {name: tensor.clone() for name, tensor in result.items()}
 
 

@@ -1,0 +1,236 @@
+"""The Triton backend can fill its draft-extend metadata ahead of the draft graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.attention.base_attn_backend import (
+    draft_extend_metadata_staging_enabled,
+)
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_spec
+
+from inkling_mtp_staging.edit import after
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class ForwardMetadata: ...
+
+
+# How the gather of one request's KV indices is split: the programs of a request take
+# its blocks in turn, so a long prefix is not one program's serial loop.
+_DRAFT_EXTEND_KV_BLOCK = 1024
+_DRAFT_EXTEND_MAX_PROGRAMS_PER_REQ = 32
+
+
+@triton.jit(do_not_specialize=["bs", "width"])
+def _draft_extend_metadata_kernel(
+    # sources: the draft's static buffers and the shared mappings
+    seq_lens_ptr,  # [bs] lengths after the draft extend's writes
+    extend_seq_lens_ptr,  # [bs]
+    req_pool_indices_ptr,  # [bs]
+    out_cache_loc_ptr,  # [bs * width]
+    req_to_token_ptr,
+    full_to_swa_ptr,  # (dummy unless HAS_SWA_POOL)
+    # destinations
+    qo_indptr_ptr,  # [bs + 1] int64
+    kv_indptr_ptr,  # [bs + 1] int32
+    kv_indices_ptr,  # int64, ragged by kv_indptr
+    window_kv_indptr_ptr,  # [bs + 1] int32 (dummies unless HAS_WINDOW)
+    window_kv_indices_ptr,  # int64, ragged by window_kv_indptr
+    swa_out_cache_loc_ptr,  # [bs * width] int64 (dummy unless HAS_SWA_POOL)
+    req_to_token_stride,
+    bs,
+    width,
+    window_size,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SWA_POOL: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+):
+    """Grid ``(bs, programs per request)``. Queries are the ``extend_seq_lens`` newest
+    tokens of each request; their K and V reach the kernel as tensors, so the indices
+    cover the prefix in front of them, and for window layers its last ``window_size``
+    tokens. No query reads past ``kv_indptr``: the tails keep stale values."""
+    i = tl.program_id(0)
+    program = tl.program_id(1)
+    rows = tl.arange(0, ROWS_BLOCK)
+    in_batch = rows < bs
+    extend_lens = tl.load(extend_seq_lens_ptr + rows, mask=in_batch, other=0)
+    seq_lens = tl.load(seq_lens_ptr + rows, mask=in_batch, other=0)
+    # A sequence shorter than its window, or a padded row, has no prefix.
+    kv_lens = tl.maximum(seq_lens - extend_lens, 0).to(tl.int32)
+    kv_start = tl.sum(tl.where(rows < i, kv_lens, 0))
+    kv_len = tl.sum(tl.where(rows == i, kv_lens, 0))
+    if HAS_WINDOW:
+        window_lens = tl.minimum(kv_lens, window_size)
+        window_kv_start = tl.sum(tl.where(rows < i, window_lens, 0))
+        window_begin = kv_len - tl.minimum(kv_len, window_size)
+
+    if program == 0:
+        tl.store(kv_indptr_ptr + i + 1, kv_start + kv_len)
+        q_end = tl.sum(tl.where(rows <= i, extend_lens, 0))
+        tl.store(qo_indptr_ptr + i + 1, q_end.to(tl.int64))
+        if HAS_WINDOW:
+            window_kv_end = window_kv_start + kv_len - window_begin
+            tl.store(window_kv_indptr_ptr + i + 1, window_kv_end)
+        if i == 0:
+            tl.store(kv_indptr_ptr, 0)
+            tl.store(qo_indptr_ptr, 0)
+            if HAS_WINDOW:
+                tl.store(window_kv_indptr_ptr, 0)
+        if HAS_SWA_POOL:
+            offs = tl.arange(0, WIDTH_BLOCK)
+            in_width = offs < width
+            token = i.to(tl.int64) * width + offs
+            loc = tl.load(out_cache_loc_ptr + token, mask=in_width, other=0)
+            swa_loc = tl.load(full_to_swa_ptr + loc, mask=in_width, other=0)
+            tl.store(swa_out_cache_loc_ptr + token, swa_loc, mask=in_width)
+
+    req = tl.load(req_pool_indices_ptr + i).to(tl.int64)
+    for block in range(program, tl.cdiv(kv_len, KV_BLOCK), tl.num_programs(1)):
+        pos = block * KV_BLOCK + tl.arange(0, KV_BLOCK)
+        in_prefix = pos < kv_len
+        loc = tl.load(
+            req_to_token_ptr + req * req_to_token_stride + pos,
+            mask=in_prefix,
+            other=0,
+        ).to(tl.int64)
+        tl.store(kv_indices_ptr + kv_start + pos, loc, mask=in_prefix)
+        if HAS_WINDOW:
+            in_window = in_prefix & (pos >= window_begin)
+            if HAS_SWA_POOL:
+                loc = tl.load(full_to_swa_ptr + loc, mask=in_window, other=0)
+            window_pos = window_kv_start + pos - window_begin
+            tl.store(window_kv_indices_ptr + window_pos, loc, mask=in_window)
+
+
+class TritonAttnBackend:
+    def get_cuda_graph_seq_len_fill_value(self): ...
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        # The kernel gathers straight from the mappings of a chain draft, so it serves
+        # no translated ids and no sharded prefix. Deterministic inference takes
+        # another attention kernel, whose window starts no draft batch carries.
+        return (
+            self._draft_extend_metadata_in_graph
+            and self.topk == 1
+            and self.dcp_size == 1
+            and not self.enable_deterministic
+            and not self.kv_index_translator.is_translating
+            and (
+                not self.use_sliding_window_kv_pool
+                or self.token_to_kv_pool.full_to_swa_index_mapping is not None
+            )
+        )
+
+    @property
+    def supports_draft_extend_metadata_staging(self) -> bool:
+        # As a wrapper's child (enable_draft_extend_metadata_staging is not
+        # overridden). The same gathers as in the release's eager rebuild, so it pays
+        # at any context length: they move ahead of verify, and only the window's, which
+        # is bounded, is new.
+        return self.draft_extend_metadata_captured_in_graph()
+
+    def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
+        # Same kernel, same destinations as in the graph; only the time differs.
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """DRAFT_EXTEND_V2 metadata, in one launch and into the buffers that
+        :meth:`_draft_extend_graph_metadata` views. They are this backend's own. Eager
+        forwards of the same draft depth fill the indptrs too, on the same stream; none
+        comes between a step's staging and its draft extend."""
+        if not (
+            forward_batch.forward_mode.is_draft_extend_v2()
+            and self.draft_extend_metadata_captured_in_graph()
+        ):
+            return
+        bs = forward_batch.batch_size
+        width = forward_batch.out_cache_loc.shape[0] // bs
+        has_window = self.window_kv_indptr is not None
+        has_swa_pool = self.use_sliding_window_kv_pool
+        num_programs = min(
+            triton.cdiv(self.max_context_len, _DRAFT_EXTEND_KV_BLOCK),
+            _DRAFT_EXTEND_MAX_PROGRAMS_PER_REQ,
+        )
+        _draft_extend_metadata_kernel[(bs, num_programs)](
+            forward_batch.seq_lens,
+            forward_batch.extend_seq_lens,
+            forward_batch.req_pool_indices,
+            forward_batch.out_cache_loc,
+            self.req_to_token,
+            (
+                self.token_to_kv_pool.full_to_swa_index_mapping
+                if has_swa_pool
+                else self.kv_indptr
+            ),
+            self.qo_indptr,
+            self.kv_indptr,
+            self.cuda_graph_kv_indices,
+            self.window_kv_indptr if has_window else self.kv_indptr,
+            self.cuda_graph_window_kv_indices if has_window else self.kv_indptr,
+            self.cuda_graph_swa_out_cache_loc if has_swa_pool else self.kv_indptr,
+            self.req_to_token.stride(0),
+            bs,
+            width,
+            self.sliding_window_size if has_window else 0,
+            HAS_WINDOW=has_window,
+            HAS_SWA_POOL=has_swa_pool,
+            ROWS_BLOCK=triton.next_power_of_2(bs),
+            WIDTH_BLOCK=triton.next_power_of_2(width),
+            KV_BLOCK=_DRAFT_EXTEND_KV_BLOCK,
+        )
+
+    def _draft_extend_graph_metadata(
+        self, forward_batch: ForwardBatch
+    ) -> ForwardMetadata:
+        """What a draft-extend graph reads, at the batch's size: the release's view,
+        with as many queries as the batch has and with window indices."""
+        bs = forward_batch.batch_size
+        has_window = self.window_kv_indptr is not None
+        return replace(
+            self.forward_metadata,
+            max_extend_len=forward_batch.out_cache_loc.shape[0] // bs,
+            window_kv_indptr=self.window_kv_indptr[: bs + 1] if has_window else None,
+            window_kv_indices=(
+                self.cuda_graph_window_kv_indices if has_window else None
+            ),
+        )
+
+
+@after(
+    "TritonAttnBackend.__init__",
+    "self.is_draft_runner = model_runner.is_draft_worker",
+)
+def decide_where_draft_extend_metadata_is_built(self, model_runner: ModelRunner):
+    # Only the drafts of hybrid models have a wrapper that stages for them, and only
+    # multi-layer EAGLE leaves the eager rebuild out: to record the metadata for any
+    # other draft graph would build it twice.
+    self._draft_extend_metadata_in_graph = (
+        self.is_draft_runner
+        and get_spec().enable_multi_layer_eagle
+        and mambaish_config(model_runner.model_config) is not None
+        and draft_extend_metadata_staging_enabled()
+    )
+
+
+@after(
+    "TritonAttnBackend.init_forward_metadata_out_graph",
+    "self.forward_metadata = self._build_cuda_graph_forward_metadata("
+    "bs, forward_mode, spec_info, swa_out_cache_loc, out_cache_loc_full_physical)",
+)
+def view_what_the_graph_rebuilds(self, forward_batch: ForwardBatch):
+    if (
+        forward_batch.forward_mode.is_draft_extend_v2()
+        and self.draft_extend_metadata_captured_in_graph()
+    ):
+        self.forward_metadata = self._draft_extend_graph_metadata(forward_batch)

@@ -1,0 +1,309 @@
+"""The Triton backend under Inkling's wrapper stages its draft-extend metadata as
+FlashAttention does, and is the release's backend wherever it may not."""
+
+import os
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import test_draft_extend_metadata_staging as staging
+import torch
+from draft_extend_staging_fixture import (
+    LAUNCHES,
+    NUM_STEPS,
+    RecordedGraph,
+    build_model_runner,
+    build_pools,
+    build_triton_backend,
+    fill_mappings,
+    prepare,
+    published_config,
+    run_decode_step,
+    stage,
+    unstaged_buffers,
+    window_of,
+)
+from transformers import LlamaConfig
+
+from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner import (
+    OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=150, stage="base-a", runner_config="cpu")
+
+
+class TritonTestCase(staging.StagingTestCase):
+    make_backend = staticmethod(build_triton_backend)
+
+
+class TestTritonCapability(TritonTestCase):
+    def model_runner(self, *, swa=True, is_draft_worker=True, **overrides):
+        server_args = self._enter(
+            published_config(page_size=16, buckets=(4,), **overrides)
+        )
+        pools = build_pools(max_reqs=4, page_size=16, swa=swa)
+        return build_model_runner(server_args, *pools, is_draft_worker=is_draft_worker)
+
+    def assert_supported(self, backend, expected, message=None):
+        for answer in (
+            backend.supports_draft_extend_metadata_staging,
+            backend.draft_extend_metadata_captured_in_graph(),
+        ):
+            self.assertEqual(answer, expected, message)
+
+    def test_with_and_without_a_sliding_window_pool(self):
+        for swa in (True, False):
+            self.assert_supported(TritonAttnBackend(self.model_runner(swa=swa)), True)
+
+    def test_conditions(self):
+        backend = TritonAttnBackend(self.model_runner())
+        for owner, name, value in (
+            (backend, "topk", 0),
+            (backend, "topk", 2),
+            (backend, "dcp_size", 2),
+            (backend, "enable_deterministic", True),
+            (backend.kv_index_translator, "is_translating", True),
+            # A pool that translates through page tables has no such mapping.
+            (backend.token_to_kv_pool, "full_to_swa_index_mapping", None),
+        ):
+            with self.subTest(name, value=value), mock.patch.object(owner, name, value):
+                self.assert_supported(backend, False)
+        self.assert_supported(backend, True)
+
+    def check_the_release_s_backend(self, model_runner):
+        """It records nothing, and its graph metadata is the release's."""
+        backend = TritonAttnBackend(model_runner)
+        self.assert_supported(backend, False)
+        stack = self.build(buckets=(4,))
+        forward_batch = stack.runner.runners[0].get_forward_batch(4)
+        backend.init_cuda_graph_state(4, 4 * stack.width)
+        backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        self.assertEqual(backend.forward_metadata.max_extend_len, NUM_STEPS + 1)
+        self.assertIsNone(backend.forward_metadata.window_kv_indices)
+        with LAUNCHES.of() as launches:
+            backend.init_forward_metadata_in_graph(forward_batch)
+        self.assertEqual(launches, [])
+
+    def test_a_target_is_the_release_s(self):
+        self.check_the_release_s_backend(self.model_runner(is_draft_worker=False))
+
+    def test_a_single_layer_eagle_draft_is_the_release_s(self):
+        """Its runner rebuilds the metadata ahead of every replay."""
+        self.check_the_release_s_backend(
+            self.model_runner(enable_multi_layer_eagle=False)
+        )
+
+    def test_a_draft_without_conv_state_is_the_release_s(self):
+        model_runner = self.model_runner()
+        model_runner.model_config.hf_config = LlamaConfig()
+        self.check_the_release_s_backend(model_runner)
+
+    def test_switched_off_it_is_the_release_s(self):
+        with mock.patch.dict(os.environ, {staging.STAGING_SWITCH: "0"}):
+            backend = TritonAttnBackend(self.model_runner())
+        self.assert_supported(backend, False)
+
+    def test_only_draft_extend_is_recorded(self):
+        stack = self.build(buckets=(4,))
+        backend = stack.backends[0].full_attn_backend
+        for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE, ForwardMode.EXTEND):
+            with LAUNCHES.of() as launches:
+                backend.init_forward_metadata_in_graph(
+                    SimpleNamespace(forward_mode=mode)
+                )
+            self.assertEqual(launches, [], mode)
+
+    def test_the_wrapper_takes_it(self):
+        wrapper = build_triton_backend(self.model_runner())
+        self.assertTrue(wrapper.enable_draft_extend_metadata_staging())
+        self.assertFalse(
+            wrapper.full_attn_backend.enable_draft_extend_metadata_staging(),
+            "on its own it keeps its metadata in the graph",
+        )
+
+
+class TestTritonStagedBuffers(TritonTestCase, staging.TestStagedBuffers):
+    MAPPED = ("kv_indices", "window_kv_indices", "swa_out_cache_loc", "conv_slots")
+
+    def test_a_sequence_shorter_than_its_window(self):
+        stack = self.build(buckets=(1, 2))
+        for length in (1, stack.num_front_tokens - 1):
+            batch = fill_mappings(stack, [length])
+            stage(stack, batch)
+            self.assert_staged(stack, batch)
+
+    def test_prefixes_of_several_blocks(self):
+        """More blocks than programs, and a window that begins inside a block."""
+        with (
+            mock.patch.object(triton_backend, "_DRAFT_EXTEND_KV_BLOCK", 32),
+            mock.patch.object(triton_backend, "_DRAFT_EXTEND_MAX_PROGRAMS_PER_REQ", 3),
+        ):
+            stack = self.build(buckets=(8,))
+            lens = [1, 31, 45, 100, 137, 160, 333, 480]
+            batch = fill_mappings(stack, lens)
+            stage(stack, batch)
+            self.assert_staged(stack, batch)
+
+    def test_what_the_release_rebuilds_ahead_of_a_replay(self):
+        """Without front rows, where the release covers all the queries."""
+        stack = self.build(boundary_kv_fix=False)
+        batch = fill_mappings(stack, [40, 7, 100])
+        stage(stack, batch)
+        prepare(stack, batch)
+        staged = stack.runner.runners[0].model_runner.model.metadata[4]
+
+        with mock.patch.dict(os.environ, {staging.STAGING_SWITCH: "0"}):
+            released = TritonAttnBackend(stack.runner.runners[0].model_runner)
+        released.init_cuda_graph_state(4, 4 * stack.width)
+        forward_batch = stack.runner.runners[0].get_forward_batch(4)
+        released.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        forward_batch.spec_info = stack.runner._replay_spec_info
+        released.init_forward_metadata_out_graph(forward_batch)
+        expected = released.forward_metadata
+        self.assertEqual(staged.max_extend_len, expected.max_extend_len)
+        for name in ("qo_indptr", "kv_indptr", "swa_out_cache_loc"):
+            self.assertTrue(
+                torch.equal(getattr(staged, name), getattr(expected, name)), name
+            )
+        live = expected.kv_indptr[-1]
+        self.assertGreater(live, 0)
+        self.assertTrue(
+            torch.equal(staged.kv_indices[:live], expected.kv_indices[:live])
+        )
+
+
+class TestTritonDraftGraphs(TritonTestCase):
+    def test_staging_is_two_launches_and_one_kernel_a_depth(self):
+        stack = self.build()
+        batch = fill_mappings(stack, [40, 7, 100])
+        with LAUNCHES.of() as launches, staging._Ops() as ops:
+            stage(stack, batch)
+        self.assertEqual(launches, [staging.WINDOW_KERNEL, "graph"])
+        self.assertLessEqual(set(ops.names), {"aten::slice.Tensor"}, "views only")
+        for graph in stack.runner._staging_graphs.values():
+            kernels = [func for func, *_ in graph.ops if func.__name__ == "launch"]
+            self.assertEqual(len(kernels), NUM_STEPS)
+
+    def test_they_read_no_mapping_when_staged(self):
+        for single_graph in (False, True):
+            with self.subTest(single_graph=single_graph):
+                stack = self.build(single_graph=single_graph)
+                self.assertIsNone(stack.runner.staging_refusal)
+                for name, mapping in stack.mappings.items():
+                    for graph in staging.draft_graphs(stack):
+                        self.assertFalse(graph.touches(mapping), name)
+                    for bs, graph in stack.runner._staging_graphs.items():
+                        self.assertTrue(graph.touches(mapping), (bs, name))
+
+    def test_the_single_graph_takes_it(self):
+        stack = self.build(single_graph=True)
+        self.assertIsInstance(
+            stack.runner, OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner
+        )
+
+    def test_switched_off_the_single_graph_refuses_it(self):
+        stack = self.build_unstaged(single_graph=True)
+        self.assertNotIsInstance(
+            stack.runner, OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner
+        )
+        for graph in staging.draft_graphs(stack):
+            self.assertFalse(graph.touches(stack.mappings["req_to_token"]))
+        with mock.patch.object(
+            TritonAttnBackend, "init_forward_metadata_out_graph"
+        ) as rebuilt:
+            run_decode_step(stack, fill_mappings(stack, [40, 7, 100]))
+        self.assertEqual(rebuilt.call_count, NUM_STEPS)
+
+    def test_unstaged_they_rebuild_it_themselves(self):
+        """A wrapper that nobody asked: the graph's own kernel reads the mappings, and
+        no replay rebuilds anything ahead of it."""
+        for single_graph in (False, True):
+            with (
+                self.subTest(single_graph=single_graph),
+                mock.patch.object(
+                    staging.InklingShortConvHybridAttnBackend,
+                    "enable_draft_extend_metadata_staging",
+                    lambda wrapper: False,
+                ),
+            ):
+                stack = self.build(single_graph=single_graph)
+                for graph in staging.draft_graphs(stack):
+                    self.assertTrue(graph.touches(stack.mappings["req_to_token"]))
+                    self.assertTrue(graph.touches(stack.mappings["full_to_swa"]))
+                batch = fill_mappings(stack, [40, 7, 100])
+                expected = unstaged_buffers(stack, batch)
+                with mock.patch.object(
+                    TritonAttnBackend, "init_forward_metadata_out_graph"
+                ) as rebuilt:
+                    run_decode_step(stack, batch)
+                rebuilt.assert_not_called()
+                self.assert_staged(stack, batch, expected)
+
+    def test_the_queries_are_the_whole_window(self):
+        for boundary_kv_fix in (True, False):
+            stack = self.build(boundary_kv_fix=boundary_kv_fix)
+            batch = fill_mappings(stack, [40, 7, 100])
+            stage(stack, batch)
+            self.assertEqual(len(window_of(stack, batch)[0]), 3 * stack.width)
+            for runner in stack.runner.runners:
+                metadata = runner.model_runner.model.metadata[4]
+                self.assertEqual(metadata.max_extend_len, stack.width)
+                self.assertEqual(
+                    metadata.qo_indptr.tolist(),
+                    [stack.width * row for row in range(5)],
+                )
+
+
+class TestTritonPoisonedStep(TritonTestCase, staging.TestPoisonedStep):
+    def build_unstaged(self, **kwargs):
+        """Read behind verify, by the same graphs: the switch would bring the
+        release's rebuild back, which knows no window."""
+        stack = self.build(**kwargs)
+        stack.draft_worker._staging_refusal = lambda batch: "the test asked for it"
+        return stack
+
+
+class TestTritonVerify(TritonTestCase):
+    """What lets the target's in-graph marker be the fence."""
+
+    def test_its_mapping_reads_end_with_the_metadata(self):
+        stack = self.build(buckets=(4,))
+        target = stack.worker._target_worker.model_runner
+        wrapper = build_triton_backend(target)
+        wrapper.init_cuda_graph_state(4, 4 * (NUM_STEPS + 1))
+        batch = fill_mappings(stack, [40, 7, 100, 133])
+        forward_batch = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=4,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens.to(torch.int32),
+            encoder_lens=None,
+            out_cache_loc=torch.arange(4 * (NUM_STEPS + 1)),
+            spec_info=SimpleNamespace(draft_token_num=NUM_STEPS + 1),
+        )
+        wrapper.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        wrapper.init_forward_metadata_out_graph(forward_batch)
+        graph = RecordedGraph()
+        with graph.capture():
+            wrapper.init_forward_metadata_in_graph(forward_batch)
+        reads = {
+            name: graph.touches(mapping) for name, mapping in stack.mappings.items()
+        }
+        self.assertEqual(
+            reads,
+            {"req_to_token": False, "full_to_swa": False, "req_to_conv_slot": True},
+        )
+        # Recorded behind those hooks, and published when the graph has replayed.
+        self.assertEqual(
+            wrapper.shared_read_ends(ForwardMode.TARGET_VERIFY),
+            SharedReadEnds.IN_REPLAY,
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()

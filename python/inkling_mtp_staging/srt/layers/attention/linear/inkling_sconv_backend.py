@@ -43,6 +43,17 @@ def decide_which_slots_a_commit_uses(self, model_runner: ModelRunner):
     )
 
 
+@after(
+    "InklingShortConvAttnBackend._prepare_slot_indices",
+    "self._refresh_cache_indices()",
+)
+def keep_the_slots_of_a_padded_batch(self, buf):
+    if self._commit_uses_prepared_slots:
+        # MLP-sync padding outgrew the buffer. The batch's own rows come first, and a
+        # commit takes them from there.
+        buf.copy_(self._cache_indices[: buf.shape[0]])
+
+
 class InklingShortConvAttnBackend:
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch): ...
 

@@ -110,7 +110,7 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             self.staging_refusal = "SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING is off"
             return
         if self.require_mlp_tp_gather:
-            self.staging_refusal = "MLP-TP gather sizes the bucket after verify"
+            self.staging_refusal = "MLP-TP gather sizes the bucket by the largest rank"
             return
         for step, backend in enumerate(backends):
             lacking = self._lacks_staging(backend)

@@ -505,7 +505,7 @@ class TestStagingDecision(StackTestCase):
         stack.runner.require_mlp_tp_gather = True
         stack.runner._enable_staging()
         self.assertEqual(stack.runner.staged_backends, [])
-        self.assert_refused(stack, "MLP-TP gather sizes the bucket after verify")
+        self.assert_refused(stack, "MLP-TP gather sizes the bucket by the largest rank")
 
     def test_one_depth_without_support(self):
         def make_backend(model_runner):

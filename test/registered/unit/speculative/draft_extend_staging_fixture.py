@@ -268,7 +268,10 @@ def _fused_extend_sconv_metadata_on_cpu(
     draft_token_num=None,
     out=None,
 ):
-    """What the fused kernel writes, with tensor ops and into ``out``."""
+    """What the fused kernel writes, with tensor ops and into ``out``; eager forwards
+    have the unfused fallback."""
+    if out is None:
+        return None
     sconv = inkling_sconv_backend
     if his_mode == sconv.HIS_ONES:
         lens = torch.full((B,), draft_token_num, dtype=torch.int32)
@@ -418,6 +421,9 @@ class DigestModel:
             digest = (digest * 31 + (values.to(torch.int64) * weights).sum(1)) % 65521
         rows = digest.repeat_interleave(input_ids.shape[0] // bs)
         hidden_states = ((rows[:, None] + torch.arange(HIDDEN_SIZE)) % 127).float()
+        # A row a request, or, behind a gathered buffer, a row a token.
+        if forward_batch.next_token_logits_buffer.shape[0] != bs:
+            digest = rows
         logits = torch.nn.functional.one_hot(digest % VOCAB_SIZE, VOCAB_SIZE).float()
         return LogitsProcessorOutput(
             next_token_logits=logits, hidden_states=hidden_states
@@ -620,14 +626,20 @@ def conv_cache_params(layers: List[int]) -> InklingConvCacheParams:
 
 
 def build_model_runner(
-    server_args, req_to_token_pool, kv_pool, allocator, *, is_draft_worker: bool = True
+    server_args,
+    req_to_token_pool,
+    kv_pool,
+    allocator,
+    *,
+    is_draft_worker: bool = True,
+    ps: Optional[ParallelState] = None,
 ) -> SimpleNamespace:
     """A namespace with what the real backends and graph runners read."""
     return SimpleNamespace(
         device="cpu",
         gpu_id=0,
         dtype=torch.float32,
-        ps=ParallelState.trivial(),
+        ps=ps or ParallelState.trivial(),
         server_args=server_args,
         page_size=get_schedule().page_size,
         model=DigestModel(),
@@ -695,6 +707,7 @@ def build_stack(
     single_graph: bool = False,
     make_backend: Callable[[Any], Any] = build_backend,
     capture: bool = True,
+    ps: Optional[ParallelState] = None,
 ) -> Stack:
     """Everything up to captured draft graphs, in the order that a server starts.
 
@@ -707,7 +720,12 @@ def build_stack(
         max_reqs=max_reqs, page_size=page_size, swa=swa
     )
     target_runner = build_model_runner(
-        server_args, req_to_token_pool, kv_pool, allocator, is_draft_worker=False
+        server_args,
+        req_to_token_pool,
+        kv_pool,
+        allocator,
+        is_draft_worker=False,
+        ps=ps,
     )
     # A graph runner that captured the metadata marker.
     target_runner.decode_cuda_graph_runner = SimpleNamespace(
@@ -726,6 +744,7 @@ def build_stack(
             ),
             kv_pool,
             allocator,
+            ps=ps,
         )
         for depth in range(NUM_STEPS)
     ]

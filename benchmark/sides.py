@@ -115,7 +115,8 @@ class Worker:
             " ", "_"
         )
         read_end, write_end = os.pipe()
-        fences = str(self.log.with_suffix(".fences"))
+        fences = self.log.with_suffix(".fences")
+        fences.unlink(missing_ok=True)  # an earlier run's counts are not this one's
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -124,7 +125,7 @@ class Worker:
                 str(write_end),
                 *args,
             ],
-            env=side.environment(FENCE_PROBE_OUT=fences),
+            env=side.environment(FENCE_PROBE_OUT=str(fences)),
             stdin=subprocess.PIPE,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,

@@ -57,30 +57,28 @@ class Bars:
             textcoords="offset points",
             ha="center",
             va="bottom",
-            fontsize=7,
+            fontsize=6.5,
         )
 
     def finish(self, ylabel, labels, xlabel):
         self.axes.set_ylabel(ylabel)
         self.axes.set_xlabel(xlabel)
         self.axes.set_xticks(range(len(self.cases)), labels)
-        self.axes.margins(y=0.12)
+        self.axes.margins(y=0.25)  # room for labels and a legend
         self.axes.spines[["top", "right"]].set_visible(False)
 
 
 def steady(axes, rows, color_of):
-    bars = Bars(axes, rows, color_of)
-    gains = []
+    # The release against itself is the line at zero.
+    others = {key: row for key, row in rows.items() if key[1] != RELEASE}
+    bars = Bars(axes, others or rows, color_of)
     for x, row, color in bars:
         gain = 100 * (row["speed_vs_release"] - 1)
         error = 100 * row["standard_error"]
-        if error or gain:  # the release against itself is the line at zero
-            bars.bar(x, gain, color, error=error)
-            bars.label(x, max(gain + error, 0), f"{gain:+.1f}")
-        gains += [gain - error, gain + error]
+        bars.bar(x, gain, color, error=error)
+        bars.label(x, max(gain + error, 0), f"{gain:+.1f} ± {error:.1f}")
     axes.axhline(0, color=COLORS[RELEASE], linewidth=1.5)
     bars.finish("speed against the release, %", bars.cases, "batch")
-    axes.set_ylim(min(*gains, -1) * 1.25, max(*gains, 1) * 1.25)
 
 
 def cost_labels(bars):
@@ -106,7 +104,7 @@ def release_time(axes, rows, color_of):
             solid_capstyle="butt",
         )
         top = max(fence["step_ms"], fence["released_ms"])
-        bars.label(x, top, f"{100 * fence['share_of_step']:.0f}%")
+        bars.label(x, top, f"{100 * fence['share_of_step']:.0f}")
     bars.finish("time in the step, ms", *cost_labels(bars))
 
 
@@ -151,7 +149,7 @@ PANELS = (
     (
         "staging_cost",
         release_time,
-        "When the step releases the scheduler (red; figure: share of the step)",
+        "When a step releases the scheduler (figure: % of the step)",
         (
             (neutral(alpha=0.3), "step"),
             (neutral(alpha=0.75), "verify"),
@@ -214,8 +212,6 @@ def draw(results):
             if marks:
                 handles, labels = zip(*marks)
                 axes.legend(handles, labels, fontsize=7, frameon=False, ncols=3)
-                low, high = axes.get_ylim()
-                axes.set_ylim(low, high * 1.08)
     figure.legend(
         [Patch(color=color) for color in color_of.values()],
         list(color_of),

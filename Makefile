@@ -65,17 +65,17 @@ test-gpu: gpu
 	done
 	$(BIN)/python $(GPU_TESTS)/test_inkling_mtp_end_to_end.py
 
-# JSON files, a table and a figure in dist/benchmark: what a step costs, steady decoding,
+# JSON files, a table and a figure in dist/: what a step costs, steady decoding,
 # serving under churn, on FlashAttention and on the backend that SGLang picks. More sides:
 # make benchmark SIDES="... --side '0.5.20=FOLDER'".
 benchmark: gpu
-	mkdir -p dist/benchmark
+	mkdir -p dist
 	$(UV) pip install --quiet --python $(BIN)/python --editable '.[dev,benchmark]'
 	$(BIN)/inkling-mtp-staging apply
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(RELEASED) '$(SGLANG)'
 	$(BIN)/python -m inkling_mtp_staging.tiny_inkling dist/model --layers 16 --hidden 2048
 	set -e; for backend in $(BACKENDS); do \
-	    out=dist/benchmark/$$backend; flags="--attention-backend $$backend"; \
+	    out=dist/benchmark-$$backend; flags="--attention-backend $$backend"; \
 	    for side in patched released; do \
 	        export PYTHONPATH=; \
 	        test $$side = patched || PYTHONPATH=$(CURDIR)/$(RELEASED); \
@@ -86,8 +86,8 @@ benchmark: gpu
 	    $(BIN)/python benchmark/steady_decode.py $(BENCHMARK) $$flags --out $$out-steady.json; \
 	    $(BIN)/python benchmark/serving.py $(BENCHMARK) $$flags --out $$out-serving.json; \
 	done
-	$(BIN)/python benchmark/plot.py dist/benchmark/*.json --out dist/benchmark/benchmark.svg
-	$(BIN)/python benchmark/table.py dist/benchmark/*.json | tee dist/benchmark/benchmark.md
+	$(BIN)/python benchmark/plot.py dist/benchmark-*.json --out dist/benchmark.svg
+	$(BIN)/python benchmark/table.py dist/benchmark-*.json | tee dist/benchmark.md
 
 clean:
 	rm -rf $(VENV) .tools .drift dist

@@ -51,10 +51,12 @@ def cost(results):
                 if row is None:
                     continue
                 fence = row["fence"]
+                waited = fence["queued_ahead"] < 1
+                host_waited = " (with launch gaps)" if waited else ""
                 rows.append(
                     [
                         *(configuration, tokens(case[0]), case[1], side),
-                        f"{fence['step_ms']:.3f}",
+                        f"{fence['step_ms']:.3f}" + host_waited,
                         f"{100 * fence['share_of_step']:.0f}",
                         f"{100 * fence['share_of_verify']:.0f}",
                         median(row, "before_verify_host_us"),

@@ -12,9 +12,12 @@ GPU_CONFIGS := page1_combined page16_per_step page128_no_front page1_eight_steps
     banded banded_per_step switched_off \
     triton_page1_combined triton_page16_per_step triton_banded triton_no_front \
     triton_no_front_switched_off
-RELEASED := $(CURDIR)/dist/released
+RELEASED := dist/released
 SIDES := --side 0.5.19=$(RELEASED) --side '0.5.19 patched='
-BENCHMARK := --model dist/model --logs dist/logs $(SIDES)
+BENCHMARK := --model dist/model $(SIDES)
+BACKENDS := fa4 default
+COST := benchmark/staging_cost.py --steps 3
+LONG := --batch 8 --seq-len 1024 32768 131072 --repeats 100
 RELEASE ?=
 
 .PHONY: demo test lint diff drift gpu test-gpu benchmark clean
@@ -62,17 +65,29 @@ test-gpu: gpu
 	done
 	$(BIN)/python $(GPU_TESTS)/test_inkling_mtp_end_to_end.py
 
-# JSON files in dist/: what a step costs, steady decoding, serving under churn.
+# JSON files, a table and a figure in dist/: what a step costs, steady decoding,
+# serving under churn, on FlashAttention and on the backend that SGLang picks. More sides:
+# make benchmark SIDES="... --side '0.5.20=FOLDER'".
 benchmark: gpu
-	mkdir -p dist/logs
+	mkdir -p dist
+	$(UV) pip install --quiet --python $(BIN)/python --editable '.[dev,benchmark]'
 	$(BIN)/inkling-mtp-staging apply
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(RELEASED) '$(SGLANG)'
 	$(BIN)/python -m inkling_mtp_staging.tiny_inkling dist/model --layers 16 --hidden 2048
-	$(BIN)/python benchmark/staging_cost.py --steps 3 --out dist/cost-patched.json
-	PYTHONPATH=$(RELEASED) \
-	    $(BIN)/python benchmark/staging_cost.py --steps 3 --out dist/cost-released.json
-	$(BIN)/python benchmark/steady_decode.py $(BENCHMARK) --out dist/steady.json
-	$(BIN)/python benchmark/serving.py $(BENCHMARK) --out dist/serving.json
+	set -e; for backend in $(BACKENDS); do \
+	    out=dist/benchmark-$$backend; flags="--attention-backend $$backend"; \
+	    for side in patched released; do \
+	        export PYTHONPATH=; \
+	        test $$side = patched || PYTHONPATH=$(CURDIR)/$(RELEASED); \
+	        $(BIN)/python $(COST) $$flags --out $$out-cost-$$side.json; \
+	        $(BIN)/python $(COST) $(LONG) $$flags --out $$out-cost-long-$$side.json; \
+	    done; \
+	    export PYTHONPATH=; flags="$$flags --logs dist/logs/$$backend"; \
+	    $(BIN)/python benchmark/steady_decode.py $(BENCHMARK) $$flags --out $$out-steady.json; \
+	    $(BIN)/python benchmark/serving.py $(BENCHMARK) $$flags --out $$out-serving.json; \
+	done
+	$(BIN)/python benchmark/plot.py dist/benchmark-*.json --out dist/benchmark.svg
+	$(BIN)/python benchmark/table.py dist/benchmark-*.json | tee dist/benchmark.md
 
 clean:
 	rm -rf $(VENV) .tools .drift dist

@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import sides
+
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
@@ -17,7 +19,7 @@ def parse_args():
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--combined", type=int, choices=(0, 1), required=True)
-    parser.add_argument("--attention-backend", default="fa4")
+    sides.add_attention_backend(parser)
     parser.add_argument("--mem-fraction", type=float, default=0.5)
     parser.add_argument("--load-format", default="auto")
     return parser.parse_args()
@@ -31,7 +33,7 @@ def boot(args):
         model_path=args.model,
         load_format=args.load_format,
         skip_tokenizer_init=True,
-        attention_backend=args.attention_backend,
+        attention_backend=sides.backend_or_none(args.attention_backend),
         sampling_backend="pytorch",
         grammar_backend="none",
         speculative_algorithm="EAGLE",
@@ -121,6 +123,9 @@ def main():
             "sglang": sglang.__version__,
             "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name(),
+            "attention_backend": sides.resolved_backend(
+                engine.tokenizer_manager.server_args
+            ),
             "start_s": round(time.perf_counter() - start, 1),
         }
     )

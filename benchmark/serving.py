@@ -10,16 +10,18 @@ import os
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
 import urllib.request
+from itertools import product
 
 import sides
+from bootstrap import by_boot, median_with_error
 from sides import RELEASE
 
 START_LIMIT_S = 400
+SHARES = (0.5, 0.9)  # of saturation
 FIELDS = (
     *("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms"),
     *("median_itl_ms", "p99_itl_ms", "median_tpot_ms", "p99_tpot_ms", "accept_length"),
@@ -35,6 +37,11 @@ def parse_args():
     return parser.parse_args()
 
 
+def backend_args(name):
+    backend = sides.backend_or_none(name)
+    return ("--attention-backend", backend) if backend else ()
+
+
 class Server:
     def __init__(self, side, boot, args):
         self.side, self.boot = side, boot
@@ -45,7 +52,7 @@ class Server:
         self.log = args.logs / f"server.{side.name}.{boot}.log".replace(" ", "_")
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--port", str(port)),
-            *("--model-path", args.model, "--attention-backend", "fa4"),
+            *("--model-path", args.model, *backend_args(args.attention_backend)),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--speculative-algorithm", "EAGLE", "--enable-multi-layer-eagle"),
             *("--speculative-num-steps", str(args.steps), "--speculative-eagle-topk"),
@@ -72,6 +79,15 @@ class Server:
             except OSError:
                 time.sleep(2)
         raise RuntimeError(f"{self.side.name}: {self.log.read_text()[-2000:]}")
+
+    def info(self):
+        """Version and resolved arguments, as the server itself gives them."""
+        url = self.url + "/server_info"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)
+        except OSError:
+            return {}  # on another release the route may differ: go on without
 
     def bench(self, args, rate, num_prompts, seed):
         out = self.log.with_suffix(".jsonl")
@@ -101,52 +117,91 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
+def summarise(result, names, out):
+    """Write what is known so far, so that an interrupted benchmark is not lost."""
+    result["summary"] = []
+    for share, side in product(SHARES, names):
+        rows = [r for r in result["runs"] if (r["side"], r["share"]) == (side, share)]
+        if not rows:
+            continue
+        medians, errors = {}, {}
+        for field in FIELDS:
+            if any(row[field] is None for row in rows):
+                continue
+            samples = by_boot((r["side"], r["boot"], r[field]) for r in rows)
+            middle, error = median_with_error(samples[side])
+            medians[field], errors[field] = round(middle, 3), round(error, 3)
+        who = {"share": share, "side": side, "runs": len(rows)}
+        result["summary"].append({**who, **medians, "standard_error": errors})
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def wait_for_all(servers):
+    """Boots that are up, and those that are not, which leave ``servers``."""
+    boots, failed = [], []
+    for server in list(servers):
+        who = {"side": server.side.name, "boot": server.boot}
+        try:
+            server.wait()
+        except RuntimeError as error:
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+            failed.append({**who, "error": str(error)[-600:]})
+            servers.remove(server)
+            continue
+        info = server.info()
+        keys = ("version", "attention_backend")
+        boots.append({**who, **{key: info.get(key) for key in keys}})
+    return boots, failed
+
+
+def measure(servers, args):
+    started = list(servers)
+    try:
+        boots, failed = wait_for_all(servers)
+        print(f"{len(servers)} servers up: {boots}", flush=True)
+        for server in servers:
+            server.bench(args, 1e9, 64, seed=1)
+        reference = next((s for s in servers if s.side.name == RELEASE), servers[0])
+        saturation = reference.bench(args, 1e9, 256, seed=2)["request_throughput"]
+        print(
+            f"saturation {saturation:.2f} requests/s on {reference.side.name}",
+            flush=True,
+        )
+        result = {
+            "benchmark": "serving",
+            "environment": sides.environment(args.boots),
+            "attention_backend": args.attention_backend,
+            "resolved_attention_backend": boots[0]["attention_backend"],
+            "steps": args.steps,
+            "sglang": {b["side"]: b["version"] for b in boots},
+            "boots": boots,
+            "failed_boots": failed,
+            "saturation": saturation,
+            "saturation_of": reference.side.name,
+            "runs": [],
+        }
+        rng = random.Random(1)
+        for round_, share in product(range(args.rounds), SHARES):
+            rate = share * saturation
+            prompts = max(int(rate * args.seconds), 20)
+            for server in rng.sample(servers, len(servers)):
+                run = server.bench(args, rate, prompts, seed=10 + round_)
+                who = {"side": server.side.name, "boot": server.boot}
+                result["runs"].append({**who, "share": share, "rate": rate, **run})
+            summarise(result, [s.name for s in args.side], args.out)
+    finally:
+        for server in started:
+            server.stop()
+    return result
+
+
 def main():
     args = parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     servers = [
         Server(side, boot, args) for boot in range(args.boots) for side in args.side
     ]
-    try:
-        for server in list(servers):
-            try:
-                server.wait()
-            except RuntimeError as error:
-                print(f"left out: {error}", file=sys.stderr, flush=True)
-                servers.remove(server)
-        print(f"{len(servers)} servers up", flush=True)
-        for server in servers:
-            server.bench(args, 1e9, 64, seed=1)
-        reference = next(s for s in servers if s.side.name == RELEASE)
-        saturation = reference.bench(args, 1e9, 256, seed=2)["request_throughput"]
-        print(f"saturation {saturation:.2f} requests/s on {RELEASE}", flush=True)
-        runs, rng = [], random.Random(1)
-        for round_ in range(args.rounds):
-            for share in (0.5, 0.9):
-                rate = share * saturation
-                for server in rng.sample(servers, len(servers)):
-                    prompts = max(int(rate * args.seconds), 20)
-                    run = server.bench(args, rate, prompts, seed=10 + round_)
-                    who = {"side": server.side.name, "boot": server.boot}
-                    runs.append({**who, "share": share, "rate": rate, **run})
-    finally:
-        for server in servers:
-            server.stop()
-    summary = []
-    for share in (0.5, 0.9):
-        for side in args.side:
-            rows = [r for r in runs if (r["side"], r["share"]) == (side.name, share)]
-            if not rows:
-                continue
-            medians = {
-                f: round(statistics.median(r[f] for r in rows), 3)
-                for f in FIELDS
-                if rows[0][f] is not None
-            }
-            summary.append({"share": share, "side": side.name, **medians})
-    result = {"command": sys.argv, "saturation": saturation, "summary": summary}
-    args.out.write_text(json.dumps({**result, "runs": runs}, indent=1) + "\n")
-    for row in summary:
+    for row in measure(servers, args)["summary"]:
         print(row)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Side:
         name, separator, path = text.partition("=")
         if not separator:
             raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FOLDER")
-        return cls(name, path)
+        # Absolute: the processes of a side need not share this one's folder.
+        return cls(name, os.path.abspath(path) if path else "")
 
     def environment(self, **extra: str) -> dict[str, str]:
         paths = [
@@ -41,7 +43,52 @@ class Side:
         return dict(os.environ, PYTHONPATH=pythonpath, **extra)
 
 
+def add_attention_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention-backend",
+        default="fa4",
+        help="'default' passes none, so that SGLang picks: triton on Hopper",
+    )
+
+
+def backend_or_none(name: str) -> str | None:
+    return None if name == "default" else name
+
+
+def resolved_backend(server_args) -> str | None:
+    """The attention backend that SGLang runs on, whoever picked it."""
+    if hasattr(server_args, "resolved_dict"):
+        return server_args.resolved_dict().get("attention_backend")
+    return server_args.attention_backend
+
+
+def environment(boots: int) -> dict:
+    """What a reader needs to judge or repeat the figures of this process.
+
+    The version of SGLang is each side's own and stands with the side.
+    """
+    import torch
+    import triton
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+        gpu, driver = answer.stdout.splitlines()[0].split(", ")
+    except (OSError, subprocess.CalledProcessError):
+        gpu = driver = "unknown"
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "gpu": gpu,
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "boots": boots,
+    }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_attention_backend(parser)
     parser.add_argument(
         "--side",
         type=Side.parse,
@@ -68,7 +115,8 @@ class Worker:
             " ", "_"
         )
         read_end, write_end = os.pipe()
-        fences = str(self.log.with_suffix(".fences"))
+        fences = self.log.with_suffix(".fences")
+        fences.unlink(missing_ok=True)  # an earlier run's counts are not this one's
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -77,7 +125,7 @@ class Worker:
                 str(write_end),
                 *args,
             ],
-            env=side.environment(FENCE_PROBE_OUT=fences),
+            env=side.environment(FENCE_PROBE_OUT=str(fences)),
             stdin=subprocess.PIPE,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,

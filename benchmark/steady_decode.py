@@ -13,6 +13,7 @@ import sys
 from itertools import product
 
 import sides
+from bootstrap import by_boot, ratio_with_error
 from sides import RELEASE, Worker
 
 
@@ -33,36 +34,14 @@ def parse_args():
     return parser.parse_args()
 
 
-def ratio_with_error(samples, side, reference):
-    """Median step time of ``reference`` over that of ``side``, and a standard error.
-
-    The error is that of a bootstrap over boots, then over the runs of each, because
-    runs of one boot share its memory layout and are not independent.
-    """
-    rng = random.Random(0)
-
-    def median(boots):
-        return statistics.median(t for boot in boots for t in boot)
-
-    def resample(boots):
-        picked = rng.choices(boots, k=len(boots))
-        return [rng.choices(boot, k=len(boot)) for boot in picked]
-
-    a, b = samples[reference], samples[side]
-    draws = [median(resample(a)) / median(resample(b)) for _ in range(2000)]
-    return median(a) / median(b), statistics.stdev(draws)
-
-
 def rows_of(runs, names, batches):
     rows = []
     for batch, name in product(batches, names):
-        samples = {}
-        for run in runs:
-            if run["batch"] == batch:
-                boots = samples.setdefault(run["side"], {})
-                step_ms = 1000 * run["seconds"] / run["steps"]
-                boots.setdefault(run["boot"], []).append(step_ms)
-        samples = {side: list(boots.values()) for side, boots in samples.items()}
+        samples = by_boot(
+            (run["side"], run["boot"], 1000 * run["seconds"] / run["steps"])
+            for run in runs
+            if run["batch"] == batch
+        )
         flat = sorted(t for boot in samples[name] for t in boot)
         quartiles = statistics.quantiles(flat, n=4)
         reference = RELEASE if RELEASE in samples else names[0]
@@ -97,7 +76,8 @@ def main():
     args = parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     engine_args = ["--model", args.model, "--steps", str(args.steps)]
-    engine_args += ["--combined", str(args.combined), *args.engine_arg]
+    engine_args += ["--combined", str(args.combined)]
+    engine_args += ["--attention-backend", args.attention_backend, *args.engine_arg]
     workers = [
         Worker("engine_worker.py", side, boot, engine_args, args.logs)
         for boot in range(args.boots)
@@ -120,7 +100,15 @@ def main():
         for worker in workers:
             worker.result()
     result = {
-        "command": sys.argv,
+        "benchmark": "steady_decode",
+        "environment": sides.environment(args.boots),
+        "attention_backend": args.attention_backend,
+        "resolved_attention_backend": next(
+            (b["attention_backend"] for b in boots), None
+        ),
+        "steps": args.steps,
+        "combined": args.combined,
+        "sglang": {b["side"]: b["sglang"] for b in boots},
         "boots": boots,
         "failed_boots": failed,
         "profiles": [],

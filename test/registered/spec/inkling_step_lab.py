@@ -28,6 +28,8 @@ NUM_REQUESTS = 32
 CAPTURE_BS = [1, 2, 4, 8, 16]  # 17..32 requests run eagerly
 SLIDING_WINDOW = 128
 VOCAB = 4096
+NUM_KV_HEADS = 2
+HEAD_DIM = 128
 
 
 @dataclass
@@ -35,7 +37,7 @@ class LabConfig:
     """What differs between boots. ``staging`` drives the environment switch."""
 
     name: str
-    attention_backend: str = "fa4"
+    attention_backend: Optional[str] = "fa4"  # None: SGLang's own choice
     page_size: int = 1
     num_steps: int = 3
     combined: bool = True
@@ -44,10 +46,28 @@ class LabConfig:
     mtp_local_layer_ids: Sequence[int] = ()
     capture_bs: Sequence[int] = tuple(CAPTURE_BS)
     num_requests: int = NUM_REQUESTS
+    row_tokens: int = ROW_TOKENS
+
+    def __post_init__(self):
+        if self.row_tokens % self.page_size:
+            raise ValueError("row_tokens must be whole pages")
+        # Attention kernels may number a KV buffer's elements in int32.
+        if self.max_total_tokens * NUM_KV_HEADS * HEAD_DIM >= 2**31:
+            raise ValueError("num_requests * row_tokens is too large for one KV buffer")
+
+    @property
+    def context_length(self) -> int:
+        """Past the mapped slots, so that no step is near the model's limit."""
+        return self.row_tokens + 512
+
+    @property
+    def max_total_tokens(self) -> int:
+        return (self.num_requests + 4) * self.row_tokens
 
 
 def write_model(path: str, config: LabConfig) -> None:
     hidden = 512
+    max_positions = max(4096, config.context_length)
     text = dict(
         model_type="inkling_model",
         hidden_size=hidden,
@@ -56,8 +76,8 @@ def write_model(path: str, config: LabConfig) -> None:
         num_hidden_layers=4,
         dense_mlp_idx=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
         d_rel=16,
         rel_extent=256,
         local_layer_ids=[1, 3],
@@ -68,8 +88,8 @@ def write_model(path: str, config: LabConfig) -> None:
         use_embed_norm=True,
         vocab_size=VOCAB,
         num_nextn_predict_layers=8,
-        max_position_embeddings=4096,
-        model_max_length=4096,
+        max_position_embeddings=max_positions,
+        model_max_length=max_positions,
     )
     with open(os.path.join(path, "config.json"), "w") as f:
         json.dump(
@@ -134,9 +154,9 @@ def boot(config: LabConfig) -> "StepLab":
         speculative_num_draft_tokens=config.num_steps + 1,
         enable_multi_layer_eagle=True,
         page_size=config.page_size,
-        context_length=1024,
+        context_length=config.context_length,
         max_running_requests=config.num_requests,
-        max_total_tokens=(config.num_requests + 4) * ROW_TOKENS,
+        max_total_tokens=config.max_total_tokens,
         swa_full_tokens_ratio=1.0,
         max_mamba_cache_size=max(256, 8 * config.num_requests),
         mem_fraction_static=0.4,
@@ -315,7 +335,7 @@ class StepLab:
         generator = torch.Generator().manual_seed(7)
         req_to_token = self.mappings["req_to_token"]
         rows = self.template.req_pool_indices.cpu()
-        pages_per_row = ROW_TOKENS // page
+        pages_per_row = self.config.row_tokens // page
         num_pages = self.config.num_requests * pages_per_row
         pages = (torch.randperm(num_pages, generator=generator) + 1).view(
             self.config.num_requests, pages_per_row, 1
@@ -324,6 +344,8 @@ class StepLab:
         req_to_token.zero_()
         req_to_token[rows.cuda(), : slots.shape[1]] = slots.int().cuda()
         full_to_swa = self.mappings["full_to_swa"]
+        if full_to_swa.numel() < page + slots.numel():
+            raise RuntimeError("the KV pool came out smaller than the mapped rows need")
         swa_pages = torch.randperm(num_pages, generator=generator) + 1
         swa_slots = (swa_pages.view(-1, 1) * page + torch.arange(page)).view(-1)
         full_to_swa.zero_()
@@ -343,9 +365,10 @@ class StepLab:
         poison = {k: v.clone() for k, v in self.true_mappings.items()}
         req_to_token = poison["req_to_token"]
         req_to_token[rows] = self.true_mappings["req_to_token"][rows.roll(5)]
-        req_to_token[0, :ROW_TOKENS] = req_to_token[rows[0], :ROW_TOKENS]
+        row_tokens = self.config.row_tokens
+        req_to_token[0, :row_tokens] = req_to_token[rows[0], :row_tokens]
         page = self.config.page_size
-        live = slice(page, page + self.config.num_requests * ROW_TOKENS)
+        live = slice(page, page + self.config.num_requests * row_tokens)
         swa = self.true_mappings["full_to_swa"]
         poison["full_to_swa"][live] = swa[live].roll(3 * page)
         poison["full_to_swa"][:page] = swa[page : 2 * page]

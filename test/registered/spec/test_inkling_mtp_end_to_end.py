@@ -29,6 +29,7 @@ SESSION = Path(__file__).with_name("inkling_mtp_session.py")
 PROBE = Path(__file__).parents[3] / "benchmark" / "fence_probe"
 BOOT_LIMIT_S = 420
 SMALL_POOL = ("--max-total-tokens", "8192", "--workloads", "churn")
+TRITON = ("--attention-backend", "triton")
 
 GREEDY_SETTINGS = {
     "churn": SMALL_POOL,
@@ -46,6 +47,12 @@ GREEDY_SETTINGS = {
     "page128_per_step_no_fix": (
         *("--page-size", "128", "--per-step-graphs", "--no-boundary-kv-fix"),
     ),
+    "triton_churn": (*TRITON, *SMALL_POOL),
+    "triton_page1": TRITON,
+    "triton_page1_per_step": (*TRITON, "--per-step-graphs"),
+    "triton_page1_no_fix": (*TRITON, "--no-boundary-kv-fix"),
+    "triton_page16": (*TRITON, "--page-size", "16"),
+    "triton_page128_per_step": (*TRITON, "--page-size", "128", "--per-step-graphs"),
 }
 SAMPLED_SETTINGS = {
     "sampled": ("--rejection-sampling", "--workloads", "sampled"),
@@ -113,10 +120,10 @@ class TestInklingMTPEndToEnd(CustomTestCase):
         for name, args in cls.settings.items():
             boots += [(name, "patched", args, None), (name, "release", args, release)]
         for page in (1, 16, 128):
-            name = f"page{page}"
-            if name in cls.settings:
-                args = ("--no-speculation", "--page-size", str(page))
-                boots.append((name, "target_alone", args, release))
+            for name in (f"page{page}", f"triton_page{page}"):
+                if name in cls.settings:
+                    args = (*cls.settings[name], "--no-speculation")
+                    boots.append((name, "target_alone", args, release))
         with ThreadPoolExecutor(int(os.environ.get("MTP_E2E_JOBS", "1"))) as pool:
             results = pool.map(lambda boot: cls.boot(*boot), boots)
             cls.results = {b[:2]: r for b, r in zip(boots, results)}
@@ -163,13 +170,21 @@ class TestInklingMTPEndToEnd(CustomTestCase):
 
     def test_patched_accepts_the_same_drafts(self):
         """With the fix off, the release's drafts read draft KV that nobody wrote, so
-        its accept counts follow what an earlier request left there: tokens only."""
+        its accept counts follow what an earlier request left there: tokens only. On
+        triton its draft graphs leave out the window's front rows, and only without
+        those are the drafts the same: see the findings."""
         for name in self.picked(n for n in GREEDY_SETTINGS if "churn" not in n):
             with self.subTest(name):
                 patched, release = (
                     self.result(name, side) for side in ("patched", "release")
                 )
-                if "no_fix" not in name:
+                if "triton" in name and "no_fix" not in name:
+                    for batch, result in patched["batches"].items():
+                        self.assertGreater(
+                            result["accept_length"],
+                            release["batches"][batch]["accept_length"],
+                        )
+                elif "no_fix" not in name:
                     self.assertEqual(patched["batches"], release["batches"])
                     self.assertEqual(patched["prefix"], release["prefix"])
                 most = 3.5 if "eight" not in name else 8.5

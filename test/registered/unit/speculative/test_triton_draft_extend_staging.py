@@ -140,8 +140,10 @@ class TestTritonStagedBuffers(TritonTestCase, staging.TestStagedBuffers):
     def test_prefixes_of_several_blocks(self):
         """More blocks than programs, and a window that begins inside a block."""
         with (
-            mock.patch.object(triton_backend, "_DRAFT_EXTEND_KV_BLOCK", 32),
-            mock.patch.object(triton_backend, "_DRAFT_EXTEND_MAX_PROGRAMS_PER_REQ", 3),
+            mock.patch.object(triton_backend, "_CHAIN_METADATA_KV_BLOCK", 32),
+            mock.patch.object(
+                triton_backend, "_CHAIN_METADATA_MAX_PROGRAMS_PER_REQ", 3
+            ),
         ):
             stack = self.build(buckets=(8,))
             lens = [1, 31, 45, 100, 137, 160, 333, 480]
@@ -269,24 +271,49 @@ class TestTritonPoisonedStep(TritonTestCase, staging.TestPoisonedStep):
 
 
 class TestTritonVerify(TritonTestCase):
-    """What lets the target's in-graph marker be the fence."""
+    """The target's metadata: what lets its in-graph marker be the fence, and what keeps
+    the host from waiting in it."""
+
+    WIDTH = NUM_STEPS + 1
+
+    def backend_of(self, stack, *, switch="1", capture_bs=4):
+        target = stack.worker._target_worker.model_runner
+        with mock.patch.dict(os.environ, {staging.STAGING_SWITCH: switch}):
+            wrapper = build_triton_backend(target)
+        wrapper.init_cuda_graph_state(capture_bs, capture_bs * self.WIDTH)
+        return wrapper
+
+    def forward_batch(self, stack, lens, *, bucket=4, mask=None):
+        """As the decode graph runner passes it: padded to the bucket, but for the
+        write locations."""
+        batch = fill_mappings(stack, lens)
+        pad = bucket - len(lens)
+        pages = stack.mappings["req_to_token"][batch.req_pool_indices]
+        locs = torch.cat(
+            [row[n : n + self.WIDTH] for row, n in zip(pages, batch.seq_lens.tolist())]
+        )
+        return SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=bucket,
+            req_pool_indices=torch.nn.functional.pad(batch.req_pool_indices, (0, pad)),
+            seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, pad), value=1),
+            encoder_lens=None,
+            out_cache_loc=locs.to(torch.int64),
+            spec_info=SimpleNamespace(draft_token_num=self.WIDTH, custom_mask=mask),
+        )
+
+    def captured(self, wrapper, stack, *, mask=None):
+        """Capture with a dummy batch, as every replay's metadata was."""
+        forward_batch = self.forward_batch(stack, [1, 1, 1, 1], mask=mask)
+        forward_batch.out_cache_loc = torch.zeros(4 * self.WIDTH, dtype=torch.int64)
+        wrapper.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        return wrapper.full_attn_backend
 
     def test_its_mapping_reads_end_with_the_metadata(self):
         stack = self.build(buckets=(4,))
-        target = stack.worker._target_worker.model_runner
-        wrapper = build_triton_backend(target)
-        wrapper.init_cuda_graph_state(4, 4 * (NUM_STEPS + 1))
-        batch = fill_mappings(stack, [40, 7, 100, 133])
-        forward_batch = SimpleNamespace(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=4,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens.to(torch.int32),
-            encoder_lens=None,
-            out_cache_loc=torch.arange(4 * (NUM_STEPS + 1)),
-            spec_info=SimpleNamespace(draft_token_num=NUM_STEPS + 1),
-        )
-        wrapper.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        wrapper = self.backend_of(stack)
+        self.captured(wrapper, stack)
+        forward_batch = self.forward_batch(stack, [40, 7, 100, 133])
         wrapper.init_forward_metadata_out_graph(forward_batch)
         graph = RecordedGraph()
         with graph.capture():
@@ -303,6 +330,97 @@ class TestTritonVerify(TritonTestCase):
             wrapper.shared_read_ends(ForwardMode.TARGET_VERIFY),
             SharedReadEnds.IN_REPLAY,
         )
+
+    def live(self, backend, bucket):
+        """Everything that a verify graph reads, without the tails that none reads."""
+        metadata = backend.forward_metadata
+        live = {
+            name: getattr(metadata, name).clone()
+            for name in ("qo_indptr", "kv_indptr", "mask_indptr", "swa_out_cache_loc")
+            if getattr(metadata, name) is not None
+        }
+        live["kv_indices"] = metadata.kv_indices[: metadata.kv_indptr[-1]].clone()
+        if metadata.window_kv_indptr is not None:
+            live["window_kv_indptr"] = metadata.window_kv_indptr.clone()
+            live["window_kv_offsets"] = metadata.window_kv_offsets[:bucket].clone()
+            end = metadata.window_kv_indptr[-1]
+            live["window_kv_indices"] = metadata.window_kv_indices[:end].clone()
+        return live
+
+    def test_it_is_what_the_release_builds(self):
+        for page_size, swa in ((1, True), (16, True), (16, False)):
+            stack = self.build(page_size=page_size, buckets=(4,), swa=swa)
+            sides = [self.backend_of(stack, switch=switch) for switch in ("1", "0")]
+            backends = [self.captured(wrapper, stack) for wrapper in sides]
+            for lens in ([40, 7, 100, 133], [1], [31, 32, 33], [300, 2]):
+                seen = []
+                for wrapper, backend in zip(sides, backends):
+                    forward_batch = self.forward_batch(stack, lens)
+                    wrapper.init_forward_metadata_out_graph(forward_batch)
+                    seen.append(self.live(backend, 4))
+                ours, released = seen
+                self.assertEqual(ours.keys(), released.keys())
+                for name, expected in released.items():
+                    with self.subTest(name, page_size=page_size, swa=swa, lens=lens):
+                        self.assertEqual(ours[name].dtype, expected.dtype)
+                        self.assertEqual(ours[name].tolist(), expected.tolist())
+
+    def replay_of(self, switch, mask=None):
+        stack = self.build(buckets=(4,))
+        wrapper = self.backend_of(stack, switch=switch)
+        self.captured(wrapper, stack)
+        forward_batch = self.forward_batch(stack, [40, 7, 100], mask=mask)
+        with LAUNCHES.of() as launches, staging._Ops() as ops:
+            wrapper.full_attn_backend.init_forward_metadata_out_graph(forward_batch)
+        return launches, set(ops.names)
+
+    def test_one_launch_and_no_host_copy(self):
+        host_copy = "aten::_local_scalar_dense"
+        launches, ops = self.replay_of("1")
+        self.assertEqual(launches, ["_chain_metadata_kernel"])
+        self.assertEqual(ops, set())
+        _, ops = self.replay_of("0")
+        self.assertIn(host_copy, ops, "as on a GPU, the release waits for a length")
+
+    def test_capture_compiles_it(self):
+        stack = self.build(buckets=(4,))
+        with LAUNCHES.of() as launches:
+            self.captured(self.backend_of(stack), stack)
+        self.assertIn("_chain_metadata_kernel", launches)
+
+    def test_a_mask_of_its_own_is_copied(self):
+        stack = self.build(buckets=(4,))
+        wrapper = self.backend_of(stack)
+        mask = torch.rand(64, generator=torch.Generator().manual_seed(0)) < 0.5
+        backend = self.captured(wrapper, stack, mask=mask)
+        wrapper.init_forward_metadata_out_graph(
+            self.forward_batch(stack, [40, 7], mask=mask)
+        )
+        buffer = backend.verify_mask.buffer
+        self.assertEqual(buffer[:64].tolist(), mask.to(buffer.dtype).tolist())
+
+    def test_the_draft_s_own_mask_is_not_copied_onto_itself(self):
+        stack = self.build(buckets=(4,))
+        wrapper = self.backend_of(stack)
+        buffer = self.captured(wrapper, stack).verify_mask.buffer
+        forward_batch = self.forward_batch(stack, [40, 7], mask=buffer)
+        with staging._Ops() as ops:
+            wrapper.full_attn_backend.init_forward_metadata_out_graph(forward_batch)
+        self.assertEqual(set(ops.names), set())
+
+    def test_only_inkling_s_target_takes_it(self):
+        """Any other verify, and this one when switched off, is the release's."""
+        stack = self.build(buckets=(4,))
+        for name, value in (("topk", 2), ("_is_inkling_mtp", False)):
+            backend = self.captured(self.backend_of(stack), stack)
+            with (
+                mock.patch.object(backend, name, value),
+                mock.patch.object(backend, "_fill_verify_metadata") as filled,
+            ):
+                backend.init_forward_metadata_out_graph(
+                    self.forward_batch(stack, [40, 7])
+                )
+            filled.assert_not_called()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The Triton backend can fill its draft-extend metadata ahead of the draft graph."""
+"""The Triton backend can fill its draft-extend metadata ahead of the draft graph, and
+fills verify's without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_spec
 
-from inkling_mtp_staging.edit import after
+from inkling_mtp_staging.edit import after, before
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -26,17 +27,16 @@ class ForwardMetadata: ...
 
 # How the gather of one request's KV indices is split: the programs of a request take
 # its blocks in turn, so a long prefix is not one program's serial loop.
-_DRAFT_EXTEND_KV_BLOCK = 1024
-_DRAFT_EXTEND_MAX_PROGRAMS_PER_REQ = 32
+_CHAIN_METADATA_KV_BLOCK = 1024
+_CHAIN_METADATA_MAX_PROGRAMS_PER_REQ = 32
 
 
-@triton.jit(do_not_specialize=["bs", "width"])
-def _draft_extend_metadata_kernel(
-    # sources: the draft's static buffers and the shared mappings
-    seq_lens_ptr,  # [bs] lengths after the draft extend's writes
-    extend_seq_lens_ptr,  # [bs]
+@triton.jit(do_not_specialize=["bs", "width", "num_write_locs"])
+def _chain_metadata_kernel(
+    # sources: the runner's static buffers and the shared mappings
+    seq_lens_ptr,  # [bs]
     req_pool_indices_ptr,  # [bs]
-    out_cache_loc_ptr,  # [bs * width]
+    out_cache_loc_ptr,  # [num_write_locs], at most bs * width
     req_to_token_ptr,
     full_to_swa_ptr,  # (dummy unless HAS_SWA_POOL)
     # destinations
@@ -45,29 +45,33 @@ def _draft_extend_metadata_kernel(
     kv_indices_ptr,  # int64, ragged by kv_indptr
     window_kv_indptr_ptr,  # [bs + 1] int32 (dummies unless HAS_WINDOW)
     window_kv_indices_ptr,  # int64, ragged by window_kv_indptr
+    window_kv_offsets_ptr,  # [bs] int32 (dummies unless IS_VERIFY)
+    mask_indptr_ptr,  # [bs + 1] int64
     swa_out_cache_loc_ptr,  # [bs * width] int64 (dummy unless HAS_SWA_POOL)
     req_to_token_stride,
     bs,
     width,
+    num_write_locs,
     window_size,
+    IS_VERIFY: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SWA_POOL: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
 ):
-    """Grid ``(bs, programs per request)``. Queries are the ``extend_seq_lens`` newest
-    tokens of each request; their K and V reach the kernel as tensors, so the indices
-    cover the prefix in front of them, and for window layers its last ``window_size``
-    tokens. No query reads past ``kv_indptr``: the tails keep stale values."""
+    """Grid ``(bs, programs per request)``. Queries are ``width`` new tokens of each
+    request, which ``seq_lens`` counts in a draft extend and not in verify. Their K and V
+    reach the attention kernel as tensors, so the indices cover the prefix in front of
+    them, and for window layers its last ``window_size`` tokens. No query reads past
+    ``kv_indptr``: the tails keep stale values."""
     i = tl.program_id(0)
     program = tl.program_id(1)
     rows = tl.arange(0, ROWS_BLOCK)
-    in_batch = rows < bs
-    extend_lens = tl.load(extend_seq_lens_ptr + rows, mask=in_batch, other=0)
-    seq_lens = tl.load(seq_lens_ptr + rows, mask=in_batch, other=0)
-    # A sequence shorter than its window, or a padded row, has no prefix.
-    kv_lens = tl.maximum(seq_lens - extend_lens, 0).to(tl.int32)
+    kv_lens = tl.load(seq_lens_ptr + rows, mask=rows < bs, other=0).to(tl.int32)
+    if not IS_VERIFY:
+        # A sequence shorter than its window, or a padded row, has no prefix.
+        kv_lens = tl.maximum(kv_lens - width, 0)
     kv_start = tl.sum(tl.where(rows < i, kv_lens, 0))
     kv_len = tl.sum(tl.where(rows == i, kv_lens, 0))
     if HAS_WINDOW:
@@ -76,12 +80,18 @@ def _draft_extend_metadata_kernel(
         window_begin = kv_len - tl.minimum(kv_len, window_size)
 
     if program == 0:
+        q_end = (i.to(tl.int64) + 1) * width
         tl.store(kv_indptr_ptr + i + 1, kv_start + kv_len)
-        q_end = tl.sum(tl.where(rows <= i, extend_lens, 0))
-        tl.store(qo_indptr_ptr + i + 1, q_end.to(tl.int64))
+        tl.store(qo_indptr_ptr + i + 1, q_end)
         if HAS_WINDOW:
             window_kv_end = window_kv_start + kv_len - window_begin
             tl.store(window_kv_indptr_ptr + i + 1, window_kv_end)
+        if IS_VERIFY:
+            # A mask row of each query spans the prefix and the queries.
+            mask_end = width * ((kv_start + kv_len).to(tl.int64) + q_end)
+            tl.store(mask_indptr_ptr + i + 1, mask_end)
+            if HAS_WINDOW:
+                tl.store(window_kv_offsets_ptr + i, window_begin)
         if i == 0:
             tl.store(kv_indptr_ptr, 0)
             tl.store(qo_indptr_ptr, 0)
@@ -91,8 +101,9 @@ def _draft_extend_metadata_kernel(
             offs = tl.arange(0, WIDTH_BLOCK)
             in_width = offs < width
             token = i.to(tl.int64) * width + offs
-            loc = tl.load(out_cache_loc_ptr + token, mask=in_width, other=0)
-            swa_loc = tl.load(full_to_swa_ptr + loc, mask=in_width, other=0)
+            is_written = in_width & (token < num_write_locs)
+            loc = tl.load(out_cache_loc_ptr + token, mask=is_written, other=0)
+            swa_loc = tl.load(full_to_swa_ptr + loc, mask=is_written, other=0)
             tl.store(swa_out_cache_loc_ptr + token, swa_loc, mask=in_width)
 
     req = tl.load(req_pool_indices_ptr + i).to(tl.int64)
@@ -116,12 +127,12 @@ def _draft_extend_metadata_kernel(
 class TritonAttnBackend:
     def get_cuda_graph_seq_len_fill_value(self): ...
 
-    def draft_extend_metadata_captured_in_graph(self) -> bool:
+    def _builds_chain_metadata_in_one_kernel(self) -> bool:
         # The kernel gathers straight from the mappings of a chain draft, so it serves
         # no translated ids and no sharded prefix. Deterministic inference takes
         # another attention kernel, whose window starts no draft batch carries.
         return (
-            self._draft_extend_metadata_in_graph
+            self._is_inkling_mtp
             and self.topk == 1
             and self.dcp_size == 1
             and not self.enable_deterministic
@@ -131,6 +142,9 @@ class TritonAttnBackend:
                 or self.token_to_kv_pool.full_to_swa_index_mapping is not None
             )
         )
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return self.is_draft_runner and self._builds_chain_metadata_in_one_kernel()
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
@@ -154,40 +168,62 @@ class TritonAttnBackend:
             and self.draft_extend_metadata_captured_in_graph()
         ):
             return
+        width = forward_batch.out_cache_loc.shape[0] // forward_batch.batch_size
+        self._launch_chain_metadata(forward_batch, width, is_verify=False)
+
+    def _fill_verify_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Refill what a captured TARGET_VERIFY graph reads, in one launch on the forward
+        stream, ahead of its replay. The host waits for nothing: the release slices the
+        window indices by a length on the GPU. ``out_cache_loc`` is that of the real
+        rows; padded ones write to slot 0."""
+        self._launch_chain_metadata(
+            forward_batch, self.num_draft_tokens, is_verify=True
+        )
+        mask = getattr(forward_batch.spec_info, "custom_mask", None)
+        # As a rule the draft has written its tree into this very buffer.
+        if mask is not None and mask.data_ptr() != self._verify_mask.buffer.data_ptr():
+            self._verify_mask.buffer[: mask.shape[0]] = mask
+
+    def _launch_chain_metadata(
+        self, forward_batch: ForwardBatch, width: int, *, is_verify: bool
+    ) -> None:
         bs = forward_batch.batch_size
-        width = forward_batch.out_cache_loc.shape[0] // bs
         has_window = self.window_kv_indptr is not None
         has_swa_pool = self.use_sliding_window_kv_pool
+        unused = self.kv_indptr
         num_programs = min(
-            triton.cdiv(self.max_context_len, _DRAFT_EXTEND_KV_BLOCK),
-            _DRAFT_EXTEND_MAX_PROGRAMS_PER_REQ,
+            triton.cdiv(self.max_context_len, _CHAIN_METADATA_KV_BLOCK),
+            _CHAIN_METADATA_MAX_PROGRAMS_PER_REQ,
         )
-        _draft_extend_metadata_kernel[(bs, num_programs)](
+        _chain_metadata_kernel[(bs, num_programs)](
             forward_batch.seq_lens,
-            forward_batch.extend_seq_lens,
             forward_batch.req_pool_indices,
             forward_batch.out_cache_loc,
             self.req_to_token,
             (
                 self.token_to_kv_pool.full_to_swa_index_mapping
                 if has_swa_pool
-                else self.kv_indptr
+                else unused
             ),
             self.qo_indptr,
             self.kv_indptr,
             self.cuda_graph_kv_indices,
-            self.window_kv_indptr if has_window else self.kv_indptr,
-            self.cuda_graph_window_kv_indices if has_window else self.kv_indptr,
-            self.cuda_graph_swa_out_cache_loc if has_swa_pool else self.kv_indptr,
+            self.window_kv_indptr if has_window else unused,
+            self.cuda_graph_window_kv_indices if has_window else unused,
+            self.cuda_graph_window_kv_offsets if has_window else unused,
+            self.mask_indptr,
+            self.cuda_graph_swa_out_cache_loc if has_swa_pool else unused,
             self.req_to_token.stride(0),
             bs,
             width,
+            forward_batch.out_cache_loc.shape[0],
             self.sliding_window_size if has_window else 0,
+            IS_VERIFY=is_verify,
             HAS_WINDOW=has_window,
             HAS_SWA_POOL=has_swa_pool,
             ROWS_BLOCK=triton.next_power_of_2(bs),
             WIDTH_BLOCK=triton.next_power_of_2(width),
-            KV_BLOCK=_DRAFT_EXTEND_KV_BLOCK,
+            KV_BLOCK=_CHAIN_METADATA_KV_BLOCK,
         )
 
     def _draft_extend_graph_metadata(
@@ -211,16 +247,31 @@ class TritonAttnBackend:
     "TritonAttnBackend.__init__",
     "self.is_draft_runner = model_runner.is_draft_worker",
 )
-def decide_where_draft_extend_metadata_is_built(self, model_runner: ModelRunner):
+def decide_who_builds_the_metadata(self, model_runner: ModelRunner):
     # Only the drafts of hybrid models have a wrapper that stages for them, and only
     # multi-layer EAGLE leaves the eager rebuild out: to record the metadata for any
     # other draft graph would build it twice.
-    self._draft_extend_metadata_in_graph = (
-        self.is_draft_runner
-        and get_spec().enable_multi_layer_eagle
+    self._is_inkling_mtp = (
+        get_spec().enable_multi_layer_eagle
         and mambaish_config(model_runner.model_config) is not None
         and draft_extend_metadata_staging_enabled()
     )
+
+
+@before(
+    "TritonAttnBackend.init_forward_metadata_out_graph",
+    "bs = forward_batch.batch_size",
+)
+def fill_verify_metadata_in_one_launch(self, forward_batch, in_capture):
+    if (
+        not self.is_draft_runner
+        and forward_batch.forward_mode.is_target_verify()
+        and self._builds_chain_metadata_in_one_kernel()
+    ):
+        self._fill_verify_metadata(forward_batch)
+        if not in_capture:
+            return
+        # Here only to be compiled: what follows makes the views that replays reuse.
 
 
 @after(

@@ -48,6 +48,11 @@ TRITON_CAPABILITY = f"{_TRITON}.TestTritonCapability"
 TRITON_BUFFERS = f"{_TRITON}.TestTritonStagedBuffers"
 TRITON_GRAPHS = f"{_TRITON}.TestTritonDraftGraphs"
 TRITON_POISON = f"{_TRITON}.TestTritonPoisonedStep"
+_RANKS = "test_staging_decision_per_rank"
+RANKS_TP = f"{_RANKS}.TestTensorParallel"
+RANKS_DP = f"{_RANKS}.TestDPAttention"
+RANKS_GRAPHS = f"{_RANKS}.TestGraphOrEager"
+RANKS_PADDED = f"{_RANKS}.TestPaddedVerify"
 
 # Where the commit and the Triton backend fall back to what the release always does.
 AS_RELEASED = {
@@ -98,6 +103,7 @@ MUTATIONS = [
         f"{FENCE}.test_a_draft_event_left_behind_fences_no_eager_step",
         f"{FENCE}.test_events_on_earlier_depths_do_not_outlive_their_step",
         f"{FENCE}.test_the_scheduler_reads_only_the_last_step",
+        f"{RANKS_DP}.test_idle_while_the_other_rank_prefills",
     ),
     mutation(
         "a staged step's fence outlives it",
@@ -244,6 +250,7 @@ MUTATIONS = [
         "            return\n",
         "            runner.drop_staged()\n",
         f"{DECISION}.test_idle_is_never_staged",
+        f"{RANKS_DP}.test_an_idle_rank_is_not_staged",
     ),
     mutation(
         "a batch that fits no bucket is staged",
@@ -253,6 +260,54 @@ MUTATIONS = [
         f"{DECISION}.test_batch_beyond_the_buckets",
         f"{DECISION}.test_padding_disabled",
         f"{DECISION}.test_mlp_sync_turned_the_graphs_off",
+        f"{RANKS_TP}.test_the_ranks_decide_alike",
+    ),
+    # what the ranks of one server decide
+    mutation(
+        "MLP-TP gather is not refused",
+        RUNNER,
+        "        if self.require_mlp_tp_gather:\n            self.staging_refusal",
+        "        if False:\n            self.staging_refusal",
+        f"{DECISION}.test_mlp_tp_gather",
+        f"{RANKS_DP}.test_mlp_tp_gather_is_refused_at_start",
+        f"{RANKS_DP}.test_mlp_tp_gather_keeps_the_ranks_in_one_bucket",
+    ),
+    mutation(
+        "the other ranks' votes are not counted",
+        WORKER,
+        "can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,",
+        "can_run_decode_cuda_graph=True,",
+        f"{DECISION}.test_mlp_sync_turned_the_graphs_off",
+        f"{RANKS_DP}.test_a_rank_without_graphs_votes_for_all",
+    ),
+    mutation(
+        "a rank asks the others",
+        WORKER,
+        "        self.unstaged_reason = self._staging_refusal(batch)\n",
+        "        self.unstaged_reason = self._staging_refusal(batch)\n"
+        "        torch.distributed.all_reduce(torch.zeros(1))\n",
+        f"{RANKS_TP}.test_the_ranks_decide_alike",
+        f"{RANKS_DP}.test_without_gather_each_rank_has_its_own_bucket",
+    ),
+    mutation(
+        "the ranks decide by rank",
+        WORKER,
+        "        self.unstaged_reason = self._staging_refusal(batch)\n",
+        "        self.unstaged_reason = self._staging_refusal(batch)\n"
+        "        if torch.distributed.get_rank() == 1:\n"
+        '            self.unstaged_reason = "rank 1"\n',
+        f"{RANKS_TP}.test_the_ranks_decide_alike",
+    ),
+    mutation(
+        "an unstaged draft extend runs eagerly",
+        WORKER,
+        "            self.cuda_graph_runner_for_draft_extend\n"
+        "            and self.cuda_graph_runner_for_draft_extend.can_run_graph(forward_batch)\n",
+        "            self._staged_window is not None\n"
+        "            and self.cuda_graph_runner_for_draft_extend.can_run_graph(forward_batch)\n",
+        f"{RANKS_GRAPHS}.test_in_tensor_parallel",
+        f"{RANKS_DP}.test_mlp_tp_gather_keeps_the_ranks_in_one_bucket",
+        f"{RANKS_DP}.test_an_idle_rank_is_not_staged",
     ),
     mutation(
         "a step whose target has no marker is staged",
@@ -399,6 +454,13 @@ MUTATIONS = [
         "            and num_reqs <= self._cache_indices_buf.shape[0]\n",
         "",
         f"{COMMIT}.test_more_requests_than_the_slot_buffer_holds",
+    ),
+    mutation(
+        "a padded verify commits into an older step's slots",
+        SCONV,
+        "            buf.copy_(self._cache_indices[: buf.shape[0]])\n",
+        "            pass\n",
+        f"{RANKS_PADDED}.test_commits_into_its_own_slots",
     ),
     # who may stage
     mutation(

@@ -1,7 +1,6 @@
 """Every rank of a server decides on its own whether a step is staged: what the ranks
 decide, that none asks another, and that no decision changes which graph a rank runs."""
 
-import itertools
 import os
 import unittest
 from unittest import mock
@@ -81,14 +80,10 @@ class RanksTestCase(CustomTestCase):
 class TestTensorParallel(RanksTestCase):
     """The ranks have the same batches, and a shard each of the heads."""
 
-    def test_the_ranks_decide_alike(self):
+    def assert_alike(self, config, **stack):
         batches = [(b, b) for b in (FITS, FITS_NO_BUCKET, FITS_TOO, FITS)]
-        for config, make_backend, single_graph in itertools.product(
-            (TP, TP_WITH_MLP_SYNC),
-            (build_backend, build_triton_backend),
-            (True, False),
-        ):
-            stack = {"make_backend": make_backend, "single_graph": single_graph}
+        for single_graph in (True, False):
+            stack["single_graph"] = single_graph
             with self.subTest(config=config, stack=stack):
                 results = on_all_ranks(run_steps(batches), stack, **config)
                 self.assertEqual(results[0], results[1])
@@ -100,6 +95,15 @@ class TestTensorParallel(RanksTestCase):
                 self.assertEqual(
                     self.of(results, "why not")[0], [None, NO_BUCKET, None, None]
                 )
+
+    def test_the_ranks_decide_alike(self):
+        self.assert_alike(TP)
+
+    def test_the_ranks_decide_alike_behind_mlp_sync(self):
+        self.assert_alike(TP_WITH_MLP_SYNC)
+
+    def test_the_ranks_decide_alike_on_triton(self):
+        self.assert_alike(TP, make_backend=build_triton_backend)
 
     def test_what_mlp_sync_does(self):
         """The set-ups are what their names say."""
@@ -231,36 +235,38 @@ class TestDPAttention(RanksTestCase):
 
 
 class TestGraphOrEager(RanksTestCase):
-    def test_is_as_without_staging(self):
-        """A rank in a graph and one that runs the same collectives eagerly would wait
-        for each other for ever."""
-        batches = [
-            (FITS, FITS),
-            (FITS_NO_BUCKET, FITS_NO_BUCKET),
-            (FITS, FITS_NO_BUCKET),
-            (FITS_TOO, IDLE),
-            (FITS, FITS),
-        ]
-        for config, single_graph in itertools.product(
-            (TP, TP_WITH_MLP_SYNC, DP, DP_WITHOUT_GATHER), (True, False)
-        ):
-            if "dp_size" not in config:
-                by_config = [(b, b) for b, _ in batches]
-            else:
-                by_config = batches
+    """Staging changes no rank's choice. A rank in a graph and one that runs the same
+    collectives eagerly would wait for each other for ever."""
+
+    BATCHES = [
+        (FITS, FITS),
+        (FITS_NO_BUCKET, FITS_NO_BUCKET),
+        (FITS, FITS_NO_BUCKET),
+        (FITS_TOO, IDLE),
+        (FITS, FITS),
+    ]
+
+    def assert_as_without_staging(self, config, batches):
+        for single_graph in (True, False):
             with self.subTest(config=config, single_graph=single_graph):
-                taken = {}
+                taken = []
                 for switch in ("0", "1"):
                     with mock.patch.dict(os.environ, {SWITCH: switch}):
                         results = on_all_ranks(
-                            run_steps(by_config),
-                            {"single_graph": single_graph},
-                            **config,
+                            run_steps(batches), {"single_graph": single_graph}, **config
                         )
-                    taken[switch] = [
-                        self.of(results, name) for name in ("verify", "draft extend")
-                    ]
-                self.assertEqual(taken["1"], taken["0"])
+                    names = ("verify", "draft extend")
+                    taken.append([self.of(results, name) for name in names])
+                self.assertEqual(taken[1], taken[0])
+
+    def test_in_tensor_parallel(self):
+        batches = [(b, b) for b, _ in self.BATCHES]
+        for config in (TP, TP_WITH_MLP_SYNC):
+            self.assert_as_without_staging(config, batches)
+
+    def test_under_dp_attention(self):
+        for config in (DP, DP_WITHOUT_GATHER):
+            self.assert_as_without_staging(config, self.BATCHES)
 
 
 class TestPaddedVerify(RanksTestCase):

@@ -20,6 +20,7 @@ def parse_args():
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--combined", type=int, choices=(0, 1), required=True)
     sides.add_attention_backend(parser)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--mem-fraction", type=float, default=0.5)
     parser.add_argument("--load-format", default="auto")
     return parser.parse_args()
@@ -41,6 +42,7 @@ def boot(args):
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=args.steps + 1,
         enable_multi_layer_eagle=True,
+        tp_size=args.tp,
         mem_fraction_static=args.mem_fraction,
         max_total_tokens=32768,
         swa_full_tokens_ratio=1.0,  # room for 32 requests in the window pool as well

@@ -1,7 +1,8 @@
 """SGLang plugin that counts which event fences the scheduler, a step at a time.
 
-Put this folder on PYTHONPATH and set FENCE_PROBE_OUT to a file. Works on the
-unpatched release too, where every step is "coarse" (the whole forward stream).
+Put this folder on PYTHONPATH and set FENCE_PROBE_OUT to a file. Rank 0 writes it, rank
+N a file of that name with ".rankN" behind it. Works on the unpatched release too, where
+every step is "coarse" (the whole forward stream).
 """
 
 import json
@@ -21,6 +22,11 @@ def _fence(worker) -> str:
     return "draft"
 
 
+def _file(worker) -> str:
+    path, rank = os.environ["FENCE_PROBE_OUT"], worker._draft_worker.ps.tp_rank
+    return path if rank == 0 else f"{path}.rank{rank}"
+
+
 def _count(original, worker, batch, *args, **kwargs):
     mode = "prefill" if batch.forward_mode.is_extend() else "decode"
     if batch.forward_mode.is_idle():
@@ -28,7 +34,7 @@ def _count(original, worker, batch, *args, **kwargs):
     result = original(worker, batch, *args, **kwargs)
     _counts[f"{mode}:{_fence(worker)}"] += 1
     if sum(_counts.values()) % _FLUSH_EVERY == 0 or mode == "prefill":
-        path = os.environ["FENCE_PROBE_OUT"]
+        path = _file(worker)
         with open(path + ".tmp", "w") as f:
             json.dump(_counts, f)
         os.replace(path + ".tmp", path)

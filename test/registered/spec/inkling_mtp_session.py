@@ -33,6 +33,8 @@ def parse_args():
     parser.add_argument("--max-total-tokens", type=int, default=65536)
     parser.add_argument("--rejection-sampling", action="store_true")
     parser.add_argument("--attention-backend", default="fa4")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="of DP attention")
     parser.add_argument(
         "--workloads", nargs="+", default=["batches", "prefix"], choices=WORKLOADS
     )
@@ -71,6 +73,9 @@ def boot(args):
         chunked_prefill_size=512,
         cuda_graph_bs_decode=[1, 2, 8, most],
         disable_prefill_cuda_graph=True,
+        tp_size=args.tp,
+        dp_size=args.dp,
+        enable_dp_attention=args.dp > 1,
         log_level="info",
         random_seed=1,
         **({} if args.no_speculation else speculation),
@@ -242,7 +247,20 @@ def sampled(session):
     return [dict(counter) for counter in places]
 
 
-WORKLOADS = {f.__name__: f for f in (batches, prefix, churn, sampled)}
+def start_only(session):
+    """What the server says when it starts is enough."""
+
+
+WORKLOADS = {f.__name__: f for f in (batches, prefix, churn, sampled, start_only)}
+
+
+def fences_by_rank(probe, ranks):
+    """The step counts that each rank left, rank 0 first; None where there is no file."""
+    paths = [probe] + [f"{probe}.rank{rank}" for rank in range(1, ranks)]
+    return [
+        json.loads(Path(path).read_text()) if os.path.exists(path) else None
+        for path in paths
+    ]
 
 
 def main():
@@ -263,7 +281,8 @@ def main():
     time.sleep(0.3)
     probe = os.environ.get("FENCE_PROBE_OUT")
     if probe and os.path.exists(probe):
-        result["fences"] = json.loads(Path(probe).read_text())
+        result["fences_by_rank"] = fences_by_rank(probe, args.tp)
+        result["fences"] = result["fences_by_rank"][0]
     args.out.write_text(json.dumps(result, indent=1))
     engine.shutdown()
 

@@ -8,26 +8,21 @@ MTP_E2E_JOBS boots so many engines at a time on one GPU (default 1; each takes a
 5 GB). MTP_E2E_SETTINGS picks settings by name, separated by commas.
 """
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from inkling_mtp_boots import boot_session, release_path, write_model
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cuda_ci(est_time=2400, stage="base-b", runner_config="1-gpu-large")
 
-SESSION = Path(__file__).with_name("inkling_mtp_session.py")
-PROBE = Path(__file__).parents[3] / "benchmark" / "fence_probe"
-BOOT_LIMIT_S = 420
 SMALL_POOL = ("--max-total-tokens", "8192", "--workloads", "churn")
 TRITON = ("--attention-backend", "triton")
 
@@ -78,35 +73,13 @@ def chi_square_p(left, right):
     return len(rows[0]), float(chi2_contingency(rows).pvalue)
 
 
-def release_path(work: Path) -> str:
-    """A folder with the unpatched sglang: a copy of the installed one, reverted."""
-    given = os.environ.get("MTP_E2E_RELEASE")
-    if given:
-        return given
-    import sglang
-
-    from inkling_mtp_staging.cli import main as inkling_mtp_staging
-
-    package = Path(sglang.__file__).parent
-    root = work / "release"
-    shutil.copytree(package, root / "sglang")
-    for metadata in package.parent.glob("sglang-*.dist-info"):
-        shutil.copytree(metadata, root / metadata.name)
-    assert inkling_mtp_staging(["revert", "--root", str(root)]) == 0
-    return str(root)
-
-
 @unittest.skipUnless(torch.cuda.is_available(), "needs an NVIDIA GPU")
 class TestInklingMTPEndToEnd(CustomTestCase):
     @classmethod
     def setUpClass(cls):
-        from inkling_mtp_staging.tiny_inkling import Recipe, Shape
-        from inkling_mtp_staging.tiny_inkling.checkpoint import write_checkpoint
-
         cls.work = Path(tempfile.mkdtemp(prefix="mtp-e2e-"))
         cls.addClassCleanup(shutil.rmtree, cls.work, ignore_errors=True)
-        cls.model = cls.work / "model"
-        write_checkpoint(cls.model, Recipe(Shape()))
+        cls.model = write_model(cls.work)
         cls.logs = Path(os.environ.get("MTP_E2E_LOGS", cls.work))
         cls.logs.mkdir(parents=True, exist_ok=True)
         wanted = os.environ.get("MTP_E2E_SETTINGS")
@@ -130,29 +103,7 @@ class TestInklingMTPEndToEnd(CustomTestCase):
 
     @classmethod
     def boot(cls, name, side, args, sglang_path):
-        """Results of one engine, or the end of its log if it failed."""
-        out, log = (cls.logs / f"{name}.{side}.{suffix}" for suffix in ("json", "log"))
-        paths = [sglang_path, str(PROBE), os.environ.get("PYTHONPATH")]
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-        env["FENCE_PROBE_OUT"] = str(cls.logs / f"{name}.{side}.fences")
-        command = [sys.executable, str(SESSION), "--model", str(cls.model)]
-        with log.open("w") as stream:
-            try:
-                ended = subprocess.run(
-                    [*command, "--out", str(out), *args],
-                    env=env,
-                    stdout=stream,
-                    stderr=stream,
-                    timeout=BOOT_LIMIT_S,
-                )
-                failure = f"exit code {ended.returncode}"
-            except subprocess.TimeoutExpired:
-                failure = f"no end within {BOOT_LIMIT_S} s"
-        if not out.exists():
-            return {"failure": f"{failure}: {log.read_text()[-3000:]}"}
-        result = json.loads(out.read_text())
-        print(f"MTP_E2E {name} {side} {json.dumps(result)[:1500]}", flush=True)
-        return result
+        return boot_session(cls.model, cls.logs, name, side, args, sglang_path)
 
     def result(self, name, side):
         result = self.results[name, side]

@@ -1,0 +1,66 @@
+"""Boots of the server on a small Inkling, each a process of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SESSION = Path(__file__).with_name("inkling_mtp_session.py")
+PROBE = Path(__file__).parents[3] / "benchmark" / "fence_probe"
+BOOT_LIMIT_S = 420
+
+
+def write_model(work: Path) -> Path:
+    """Write the small Inkling; returns its folder."""
+    from inkling_mtp_staging.tiny_inkling import Recipe, Shape
+    from inkling_mtp_staging.tiny_inkling.checkpoint import write_checkpoint
+
+    model = work / "model"
+    write_checkpoint(model, Recipe(Shape()))
+    return model
+
+
+def release_path(work: Path) -> str:
+    """A folder with the unpatched sglang: a copy of the installed one, reverted."""
+    given = os.environ.get("MTP_E2E_RELEASE")
+    if given:
+        return given
+    import sglang
+
+    from inkling_mtp_staging.cli import main as inkling_mtp_staging
+
+    package = Path(sglang.__file__).parent
+    root = work / "release"
+    shutil.copytree(package, root / "sglang")
+    for metadata in package.parent.glob("sglang-*.dist-info"):
+        shutil.copytree(metadata, root / metadata.name)
+    assert inkling_mtp_staging(["revert", "--root", str(root)]) == 0
+    return str(root)
+
+
+def boot_session(model, logs, name, side, args, sglang_path):
+    """Results of one engine, or the end of its log if it failed."""
+    out, log = (logs / f"{name}.{side}.{suffix}" for suffix in ("json", "log"))
+    paths = [sglang_path, str(PROBE), os.environ.get("PYTHONPATH")]
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env["FENCE_PROBE_OUT"] = str(logs / f"{name}.{side}.fences")
+    command = [sys.executable, str(SESSION), "--model", str(model)]
+    with log.open("w") as stream:
+        try:
+            ended = subprocess.run(
+                [*command, "--out", str(out), *args],
+                env=env,
+                stdout=stream,
+                stderr=stream,
+                timeout=BOOT_LIMIT_S,
+            )
+            failure = f"exit code {ended.returncode}"
+        except subprocess.TimeoutExpired:
+            failure = f"no end within {BOOT_LIMIT_S} s"
+    if not out.exists():
+        return {"failure": f"{failure}: {log.read_text()[-3000:]}"}
+    result = json.loads(out.read_text())
+    print(f"MTP_E2E {name} {side} {json.dumps(result)[:1500]}", flush=True)
+    return result

@@ -24,7 +24,7 @@ from sglang.srt.utils import (
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-register_cpu_ci(est_time=60, stage="base-a", runner_config="cpu")
+register_cpu_ci(est_time=100, stage="base-a", runner_config="cpu")
 
 SWITCH = "SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING"
 

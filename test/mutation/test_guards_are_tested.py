@@ -273,6 +273,13 @@ MUTATIONS = [
         f"{RANKS_DP}.test_mlp_tp_gather_keeps_the_ranks_in_one_bucket",
     ),
     mutation(
+        "a PD decode server stages",
+        RUNNER,
+        '        if get_disagg().disaggregation_mode == "decode":\n',
+        "        if False:\n",
+        f"{DECISION}.test_pd_decode_server",
+    ),
+    mutation(
         "the other ranks' votes are not counted",
         WORKER,
         "can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,",

@@ -12,6 +12,7 @@ import triton.language as tl
 from sglang.srt.layers.attention.base_attn_backend import (
     draft_extend_metadata_staging_enabled,
 )
+from sglang.srt.runtime_context import get_disagg
 
 from inkling_mtp_staging.edit import after, before
 
@@ -111,6 +112,12 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             return
         if self.require_mlp_tp_gather:
             self.staging_refusal = "MLP-TP gather sizes the bucket by the largest rank"
+            return
+        if get_disagg().disaggregation_mode == "decode":
+            # A peer writes KV into slots that the running step may still write for a
+            # request that has finished. No stream orders it: it is told of the slots
+            # once the schedule stream is past the fence.
+            self.staging_refusal = "PD transfers must start behind the step's KV writes"
             return
         for step, backend in enumerate(backends):
             lacking = self._lacks_staging(backend)

@@ -507,6 +507,28 @@ class TestStagingDecision(StackTestCase):
         self.assertEqual(stack.runner.staged_backends, [])
         self.assert_refused(stack, "MLP-TP gather sizes the bucket by the largest rank")
 
+    def test_pd_decode_server(self):
+        """Its peers learn which slots to write behind the fence, which must therefore
+        be behind all of the step's KV writes, those of finished requests included."""
+        for mode, fence in (("decode", "draft"), ("prefill", "target")):
+            config = published_config(
+                page_size=16, buckets=self.buckets, disaggregation_mode=mode
+            )
+            with self.subTest(mode), config as server_args:
+                stack = build_stack(server_args)
+                if mode == "decode":
+                    self.assertEqual(stack.runner.staged_backends, [])
+                    self.assert_refused(
+                        stack, "PD transfers must start behind the step's KV writes"
+                    )
+                run_decode_step(stack, fill_mappings(stack, [40, 7]))
+                fenced_by = {
+                    "target": stack.worker._target_worker.model_runner,
+                    "draft": stack.draft_worker.draft_runner_list[-1],
+                }[fence]
+                self.assertIs(stack.worker.last_shared_read_runner, fenced_by)
+                self.assertIsNotNone(fenced_by.shared_read_done_event)
+
     def test_one_depth_without_support(self):
         def make_backend(model_runner):
             backend = build_backend(model_runner)

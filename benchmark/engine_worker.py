@@ -21,7 +21,7 @@ def parse_args():
     parser.add_argument("--combined", type=int, choices=(0, 1), required=True)
     sides.add_attention_backend(parser)
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--mem-fraction", type=float, default=0.5)
+    parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--load-format", default="auto")
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ nine tenths of that request rate, the sides taking turns.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -57,7 +58,7 @@ class Server:
             *("--speculative-algorithm", "EAGLE", "--enable-multi-layer-eagle"),
             *("--speculative-num-steps", str(args.steps), "--speculative-eagle-topk"),
             *("1", "--speculative-num-draft-tokens", str(args.steps + 1)),
-            *("--mem-fraction-static", "0.5", "--max-total-tokens", "131072"),
+            *("--mem-fraction-static", "0.8", "--max-total-tokens", "131072"),
             *("--context-length", "8192", "--page-size", "1", "--sleep-on-idle"),
             *("--max-running-requests", "32", "--cuda-graph-bs-decode"),
             *("1", "2", "4", "8", "16", "24", "32", "--disable-prefill-cuda-graph"),
@@ -155,12 +156,13 @@ def wait_for_all(servers):
 
 
 def measure(servers, args):
-    started = list(servers)
+    started, lock = list(servers), contextlib.ExitStack()
     try:
         boots, failed = wait_for_all(servers)
         print(f"{len(servers)} servers up: {boots}", flush=True)
         for server in servers:
             server.bench(args, 1e9, 64, seed=1)
+        lock.enter_context(sides.locked(args.lock))
         reference = next((s for s in servers if s.side.name == RELEASE), servers[0])
         saturation = reference.bench(args, 1e9, 256, seed=2)["request_throughput"]
         print(
@@ -190,6 +192,7 @@ def measure(servers, args):
                 result["runs"].append({**who, "share": share, "rate": rate, **run})
             summarise(result, [s.name for s in args.side], args.out)
     finally:
+        lock.close()
         for server in started:
             server.stop()
     return result

@@ -1,19 +1,21 @@
 """The versions of SGLang under comparison, and servers of them that stay resident.
 
-A side is a name and a folder to put first on PYTHONPATH ("" for the environment's own
-sglang). All boots of all sides start together and wait; one is measured at a time, the
+A side is a name, a folder to put first on PYTHONPATH ("" for the environment's own
+sglang) and environment variables. All boots of all sides start together and wait; one is measured at a time, the
 sides taking turns, so that drift of the machine falls on all alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parent
@@ -24,14 +26,19 @@ RELEASE, PATCHED, PEER = "0.5.19", "0.5.19 patched", "0.5.20"
 class Side:
     name: str
     path: str
+    variables: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> Side:
-        name, separator, path = text.partition("=")
-        if not separator:
-            raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FOLDER")
+        name, separator, rest = text.partition("=")
+        path, *variables = rest.split(",")
+        if not separator or not all("=" in variable for variable in variables):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: give NAME=FOLDER,VARIABLE=VALUE"
+            )
         # Absolute: the processes of a side need not share this one's folder.
-        return cls(name, os.path.abspath(path) if path else "")
+        path = os.path.abspath(path) if path else ""
+        return cls(name, path, dict(variable.split("=", 1) for variable in variables))
 
     def environment(self, **extra: str) -> dict[str, str]:
         paths = [
@@ -40,7 +47,7 @@ class Side:
             os.environ.get("PYTHONPATH"),
         ]
         pythonpath = os.pathsep.join(filter(None, paths))
-        return dict(os.environ, PYTHONPATH=pythonpath, **extra)
+        return {**os.environ, "PYTHONPATH": pythonpath, **self.variables, **extra}
 
 
 def add_attention_backend(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +56,26 @@ def add_attention_backend(parser: argparse.ArgumentParser) -> None:
         default="fa4",
         help="'default' passes none, so that SGLang picks: triton on Hopper",
     )
+
+
+def add_lock(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lock",
+        type=Path,
+        help="file to lock while measuring; benchmarks that name the same one may boot "
+        "at the same time, and are measured one after another",
+    )
+
+
+@contextlib.contextmanager
+def locked(path: Path | None):
+    if path is None:
+        yield
+        return
+    print(f"ready to measure, waiting for {path}", flush=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def backend_or_none(name: str) -> str | None:
@@ -94,9 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Side.parse,
         action="append",
         required=True,
-        metavar="NAME=FOLDER",
+        metavar="NAME=FOLDER[,VARIABLE=VALUE...]",
         help=f"such as '{RELEASE}=/path/to/its/site-packages'; repeat for each side",
     )
+    add_lock(parser)
     parser.add_argument("--boots", type=int, default=2, help="of each side")
     parser.add_argument("--model", required=True, help="folder of a small Inkling")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")

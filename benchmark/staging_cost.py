@@ -9,7 +9,6 @@ GPU tests: the real Scheduler, worker, backends and graphs on a small Inkling.
 """
 
 import argparse
-import fcntl
 import json
 import statistics
 import sys
@@ -35,6 +34,9 @@ def parse_args():
     )
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--combined", type=int, choices=(0, 1), default=1)
+    parser.add_argument(
+        "--staging", type=int, choices=(0, 1), default=1, help="0: the patch's switch"
+    )
     sides.add_attention_backend(parser)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
@@ -47,7 +49,7 @@ def parse_args():
     )
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lock", type=Path, help="measure one process at a time")
+    sides.add_lock(parser)
     return parser.parse_args()
 
 
@@ -245,8 +247,6 @@ def main():
     import inkling_step_lab
     import torch
 
-    import sglang
-
     lab = inkling_step_lab.boot(
         inkling_step_lab.LabConfig(
             "staging_cost",
@@ -254,6 +254,7 @@ def main():
             page_size=args.page_size,
             num_steps=args.steps,
             combined=bool(args.combined),
+            staging=bool(args.staging),
             capture_bs=tuple(args.batch),
             num_requests=max(4, *args.batch),  # the lab needs a few rows
             row_tokens=row_tokens(inkling_step_lab, args),
@@ -268,13 +269,18 @@ def main():
         for _ in range(3):
             lab.run_step(spec, batch=lab.batch_of(spec))
         torch.cuda.synchronize()
-    if args.lock:
-        lock = args.lock.open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with sides.locked(args.lock):
+        measure(lab, cases, stages, args)
+
+
+def measure(lab, cases, stages, args):
+    import sglang
+
+    off = "" if args.staging else ", staging off"
     result = {
         "benchmark": "staging_cost",
         "environment": sides.environment(boots=1),
-        "side": sglang.__version__ + (" patched" if stages else ""),
+        "side": sglang.__version__ + (f" patched{off}" if stages else ""),
         "sglang": sglang.__version__,
         "attention_backend": args.attention_backend,
         "resolved_attention_backend": sides.resolved_backend(lab.scheduler.server_args),
@@ -301,7 +307,7 @@ def main():
             "step_launches": launches(lab, step),
             "fence": fence_lead(lab, batch_of),
         }
-        if stages:
+        if stages and args.staging:
             batch = batch_of()
             stage = lambda: lab.draft.stage_draft_extend(batch)
             row["stage_host_us"] = host_us(lab, stage, args.repeats)

@@ -72,6 +72,23 @@ def summarise(result, names, args):
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def measure(workers, names, result, args):
+    rng = random.Random(1)
+    for round_ in range(args.rounds):
+        for batch in args.batch:
+            for worker in rng.sample(workers, len(workers)):
+                run = worker.do(job="decode", batch=batch, tokens=args.tokens)
+                who = {"side": worker.side.name, "boot": worker.boot, "batch": batch}
+                result["runs"].append({**who, **run})
+        if round_:
+            summarise(result, names, args)
+    for worker in workers:
+        if args.profile_batch and worker.boot == 0:
+            profile = worker.do(job="profile", batch=args.profile_batch, tokens=128)
+            result["profiles"].append({"side": worker.side.name, **profile})
+            summarise(result, names, args)
+
+
 def main():
     args = parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -114,20 +131,8 @@ def main():
         "profiles": [],
         "runs": [],
     }
-    rng = random.Random(1)
-    for round_ in range(args.rounds):
-        for batch in args.batch:
-            for worker in rng.sample(workers, len(workers)):
-                run = worker.do(job="decode", batch=batch, tokens=args.tokens)
-                who = {"side": worker.side.name, "boot": worker.boot, "batch": batch}
-                result["runs"].append({**who, **run})
-        if round_:
-            summarise(result, names, args)
-    for worker in workers:
-        if args.profile_batch and worker.boot == 0:
-            profile = worker.do(job="profile", batch=args.profile_batch, tokens=128)
-            result["profiles"].append({"side": worker.side.name, **profile})
-            summarise(result, names, args)
+    with sides.locked(args.lock):
+        measure(workers, names, result, args)
     result["fences"] = {}
     for worker in workers:
         worker.stop()

@@ -10,6 +10,7 @@ from pathlib import Path
 SESSION = Path(__file__).with_name("inkling_mtp_session.py")
 PROBE = Path(__file__).parents[3] / "benchmark" / "fence_probe"
 BOOT_LIMIT_S = 420
+SWITCH = "SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING"
 
 
 def write_model(work: Path) -> Path:
@@ -40,11 +41,22 @@ def release_path(work: Path) -> str:
     return str(root)
 
 
-def boot_session(model, logs, name, side, args, sglang_path):
+def reference(name, args, release):
+    """Side, arguments, folder of sglang and environment of what a setting is compared
+    with."""
+    if "triton" in name:
+        return "reference", args, None, {SWITCH: "0"}
+    return "reference", args, release, {}
+
+
+def boot_session(model, logs, name, side, args, sglang_path, variables):
     """Results of one engine, or the end of its log if it failed."""
+    for old in logs.glob(f"{name}.{side}.*"):
+        old.unlink()  # an earlier run's
     out, log = (logs / f"{name}.{side}.{suffix}" for suffix in ("json", "log"))
     paths = [sglang_path, str(PROBE), os.environ.get("PYTHONPATH")]
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = {**os.environ, **variables}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env["FENCE_PROBE_OUT"] = str(logs / f"{name}.{side}.fences")
     command = [sys.executable, str(SESSION), "--model", str(model)]
     with log.open("w") as stream:

@@ -65,7 +65,7 @@ def boot(args):
         attention_backend=args.attention_backend,
         sampling_backend="pytorch",
         grammar_backend="none",
-        mem_fraction_static=0.5,
+        mem_fraction_static=0.8,
         max_total_tokens=args.max_total_tokens,
         max_running_requests=most,
         page_size=args.page_size,

@@ -159,7 +159,7 @@ def boot(config: LabConfig) -> "StepLab":
         max_total_tokens=config.max_total_tokens,
         swa_full_tokens_ratio=1.0,
         max_mamba_cache_size=max(256, 8 * config.num_requests),
-        mem_fraction_static=0.4,
+        mem_fraction_static=0.8,
         cuda_graph_bs_decode=list(config.capture_bs),
         disable_prefill_cuda_graph=True,
         watchdog_timeout=3600,

@@ -1,5 +1,5 @@
 """Tensor parallelism over two GPUs: every rank stages the same steps, and no answer
-changes. Under DP attention staging is refused on each rank, with the reason.
+differs from the reference's (``inkling_mtp_boots.reference``). Under DP attention staging is refused on each rank, with the reason.
 
 The settings are those of ``test_inkling_mtp_end_to_end`` with ``--tp 2``; its variables
 MTP_E2E_LOGS, MTP_E2E_RELEASE and MTP_E2E_SETTINGS hold here too. Time a step at --tp 2:
@@ -15,7 +15,7 @@ import unittest
 from pathlib import Path
 
 import torch
-from inkling_mtp_boots import boot_session, release_path, write_model
+from inkling_mtp_boots import boot_session, reference, release_path, write_model
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.test_utils import CustomTestCase
@@ -65,11 +65,14 @@ class TestInklingMTPTwoGPUs(CustomTestCase):
         names = wanted.split(",") if wanted else settings
         cls.settings = {n: a for n, a in settings.items() if n in names}
         model, release = write_model(cls.work), release_path(cls.work)
-        cls.results = {
-            (name, side): boot_session(model, cls.logs, name, side, args, path)
-            for name, args in cls.settings.items()
-            for side, path in (("patched", None), ("release", release))
-        }
+        cls.results = {}
+        for name, args in cls.settings.items():
+            for boot in (
+                ("patched", args, None, {}),
+                reference(name, args, release),
+            ):
+                result = boot_session(model, cls.logs, name, *boot)
+                cls.results[name, boot[0]] = result
 
     def result(self, name, side):
         result = self.results[name, side]
@@ -89,7 +92,7 @@ class TestInklingMTPTwoGPUs(CustomTestCase):
     def test_answers_are_the_checkpoints_own(self):
         """On both sides, and with that the same token for token."""
         for name in self.picked(TP_SETTINGS):
-            for side in ("patched", "release"):
+            for side in ("patched", "reference"):
                 with self.subTest(name, side=side):
                     result = self.result(name, side)
                     self.assertGreater(result["checked"], 0)
@@ -98,11 +101,11 @@ class TestInklingMTPTwoGPUs(CustomTestCase):
     def test_patched_accepts_the_same_drafts(self):
         for name in self.picked(n for n in TP_SETTINGS if "churn" not in n):
             with self.subTest(name):
-                patched, release = (
-                    self.result(name, side) for side in ("patched", "release")
+                patched, unstaged = (
+                    self.result(name, side) for side in ("patched", "reference")
                 )
-                self.assertEqual(patched["batches"], release["batches"])
-                self.assertEqual(patched["prefix"], release["prefix"])
+                self.assertEqual(patched["batches"], unstaged["batches"])
+                self.assertEqual(patched["prefix"], unstaged["prefix"])
 
     def test_every_rank_staged_the_same_steps(self):
         for name in self.picked(TP_SETTINGS):
@@ -111,7 +114,7 @@ class TestInklingMTPTwoGPUs(CustomTestCase):
                 self.assertEqual(len(ranks), NUM_RANKS)
                 self.assertEqual(ranks, ranks[:1] * NUM_RANKS)
                 self.assertEqual(set(ranks[0]), {"decode:target", "prefill:coarse"})
-                released = self.result(name, "release")["fences_by_rank"]
+                released = self.result(name, "reference")["fences_by_rank"]
                 self.assertEqual(released, released[:1] * NUM_RANKS)
                 self.assertEqual(set(released[0]), {"decode:coarse", "prefill:coarse"})
 
@@ -128,7 +131,7 @@ class TestInklingMTPTwoGPUs(CustomTestCase):
             with self.subTest(name):
                 started = [
                     "failure" not in self.results[name, side]
-                    for side in ("patched", "release")
+                    for side in ("patched", "reference")
                 ]
                 self.assertEqual(*started, "the patched server starts if 0.5.19 does")
                 lines = self.start_lines(name, "patched")

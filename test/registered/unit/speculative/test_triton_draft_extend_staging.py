@@ -29,6 +29,7 @@ from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner import (
     OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner,
 )
@@ -63,8 +64,6 @@ class TestTritonCapability(TritonTestCase):
     def test_conditions(self):
         backend = TritonAttnBackend(self.model_runner())
         for owner, name, value in (
-            (backend, "topk", 0),
-            (backend, "topk", 2),
             (backend, "dcp_size", 2),
             (backend, "enable_deterministic", True),
             (backend.kv_index_translator, "is_translating", True),
@@ -74,6 +73,11 @@ class TestTritonCapability(TritonTestCase):
             with self.subTest(name, value=value), mock.patch.object(owner, name, value):
                 self.assert_supported(backend, False)
         self.assert_supported(backend, True)
+
+    def test_a_chain_only(self):
+        for topk in (0, 2):
+            model_runner = self.model_runner(speculative_eagle_topk=topk)
+            self.assert_supported(TritonAttnBackend(model_runner), False, topk)
 
     def check_the_release_s_backend(self, model_runner):
         """It records nothing, and its graph metadata is the release's."""
@@ -270,6 +274,10 @@ class TestTritonPoisonedStep(TritonTestCase, staging.TestPoisonedStep):
         return stack
 
 
+class VerifyBatch(SimpleNamespace):
+    """A class of its own, so that the index translator can hold it weakly."""
+
+
 class TestTritonVerify(TritonTestCase):
     """The target's metadata: what lets its in-graph marker be the fence, and what keeps
     the host from waiting in it."""
@@ -292,7 +300,7 @@ class TestTritonVerify(TritonTestCase):
         locs = torch.cat(
             [row[n : n + self.WIDTH] for row, n in zip(pages, batch.seq_lens.tolist())]
         )
-        return SimpleNamespace(
+        return VerifyBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bucket,
             req_pool_indices=torch.nn.functional.pad(batch.req_pool_indices, (0, pad)),
@@ -331,18 +339,17 @@ class TestTritonVerify(TritonTestCase):
             SharedReadEnds.IN_REPLAY,
         )
 
-    def live(self, backend, bucket):
-        """Everything that a verify graph reads, without the tails that none reads."""
+    def live(self, backend):
+        """Everything that a verify graph without a mask reads, and no tails."""
         metadata = backend.forward_metadata
         live = {
             name: getattr(metadata, name).clone()
-            for name in ("qo_indptr", "kv_indptr", "mask_indptr", "swa_out_cache_loc")
+            for name in ("qo_indptr", "kv_indptr", "swa_out_cache_loc")
             if getattr(metadata, name) is not None
         }
         live["kv_indices"] = metadata.kv_indices[: metadata.kv_indptr[-1]].clone()
         if metadata.window_kv_indptr is not None:
             live["window_kv_indptr"] = metadata.window_kv_indptr.clone()
-            live["window_kv_offsets"] = metadata.window_kv_offsets[:bucket].clone()
             end = metadata.window_kv_indptr[-1]
             live["window_kv_indices"] = metadata.window_kv_indices[:end].clone()
         return live
@@ -357,7 +364,7 @@ class TestTritonVerify(TritonTestCase):
                 for wrapper, backend in zip(sides, backends):
                     forward_batch = self.forward_batch(stack, lens)
                     wrapper.init_forward_metadata_out_graph(forward_batch)
-                    seen.append(self.live(backend, 4))
+                    seen.append(self.live(backend))
                 ours, released = seen
                 self.assertEqual(ours.keys(), released.keys())
                 for name, expected in released.items():
@@ -388,39 +395,51 @@ class TestTritonVerify(TritonTestCase):
             self.captured(self.backend_of(stack), stack)
         self.assertIn("_chain_metadata_kernel", launches)
 
-    def test_a_mask_of_its_own_is_copied(self):
+    def tree_mask(self):
+        return torch.ones(64, dtype=torch.bool)
+
+    def test_a_chain_s_mask_is_neither_kept_filled_nor_copied(self):
+        """Whatever the switch: with a mask no server starts."""
+        for switch in ("1", "0"):
+            stack = self.build(buckets=(4,))
+            wrapper = self.backend_of(stack, switch=switch)
+            mask = self.tree_mask()
+            backend = self.captured(wrapper, stack, mask=mask)
+            self.assertIsNone(backend.forward_metadata.custom_mask, switch)
+            self.assertFalse(backend.verify_mask.is_read, "the draft would fill it")
+        self.assertEqual(self.replay_of("1", mask=mask), self.replay_of("1"))
+
+    def test_nor_is_it_eagerly(self):
         stack = self.build(buckets=(4,))
-        wrapper = self.backend_of(stack)
-        mask = torch.rand(64, generator=torch.Generator().manual_seed(0)) < 0.5
+        backend = self.backend_of(stack).full_attn_backend
+        forward_batch = self.forward_batch(stack, [40, 7, 100, 133])
+        forward_batch.spec_info.custom_mask = self.tree_mask()
+        forward_batch.seq_lens_sum = int(forward_batch.seq_lens.sum())
+        backend.init_forward_metadata(forward_batch)
+        self.assertIsNone(backend.forward_metadata.custom_mask)
+
+    def test_a_tree_keeps_its_mask(self):
+        stack = self.build(buckets=(4,))
+        target = stack.worker._target_worker.model_runner
+        with get_spec().override(speculative_eagle_topk=2):
+            wrapper = build_triton_backend(target)
+        wrapper.init_cuda_graph_state(4, 4 * self.WIDTH)
+        mask = self.tree_mask()
         backend = self.captured(wrapper, stack, mask=mask)
+        self.assertTrue(backend.verify_mask.is_read)
+        self.assertIsNotNone(backend.forward_metadata.custom_mask)
+        backend.verify_mask.buffer.zero_()
         wrapper.init_forward_metadata_out_graph(
             self.forward_batch(stack, [40, 7], mask=mask)
         )
-        buffer = backend.verify_mask.buffer
-        self.assertEqual(buffer[:64].tolist(), mask.to(buffer.dtype).tolist())
+        self.assertTrue(backend.verify_mask.buffer[:64].all())
 
-    def test_the_draft_s_own_mask_is_not_copied_onto_itself(self):
+    def test_switched_off_it_is_the_release_s(self):
         stack = self.build(buckets=(4,))
-        wrapper = self.backend_of(stack)
-        buffer = self.captured(wrapper, stack).verify_mask.buffer
-        forward_batch = self.forward_batch(stack, [40, 7], mask=buffer)
-        with staging._Ops() as ops:
-            wrapper.full_attn_backend.init_forward_metadata_out_graph(forward_batch)
-        self.assertEqual(set(ops.names), set())
-
-    def test_only_inkling_s_target_takes_it(self):
-        """Any other verify, and this one when switched off, is the release's."""
-        stack = self.build(buckets=(4,))
-        for name, value in (("topk", 2), ("_is_inkling_mtp", False)):
-            backend = self.captured(self.backend_of(stack), stack)
-            with (
-                mock.patch.object(backend, name, value),
-                mock.patch.object(backend, "_fill_verify_metadata") as filled,
-            ):
-                backend.init_forward_metadata_out_graph(
-                    self.forward_batch(stack, [40, 7])
-                )
-            filled.assert_not_called()
+        backend = self.captured(self.backend_of(stack, switch="0"), stack)
+        with mock.patch.object(backend, "_fill_verify_metadata") as filled:
+            backend.init_forward_metadata_out_graph(self.forward_batch(stack, [40, 7]))
+        filled.assert_not_called()
 
 
 if __name__ == "__main__":

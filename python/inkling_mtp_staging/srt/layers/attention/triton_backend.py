@@ -1,11 +1,12 @@
-"""The Triton backend can fill its draft-extend metadata ahead of the draft graph, and
-fills verify's without waiting for the GPU."""
+"""The Triton backend can fill its draft-extend metadata ahead of the draft graph, fills
+verify's without waiting for the GPU, and verifies a chain without a tree mask."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import triton
 import triton.language as tl
 
@@ -45,8 +46,6 @@ def _chain_metadata_kernel(
     kv_indices_ptr,  # int64, ragged by kv_indptr
     window_kv_indptr_ptr,  # [bs + 1] int32 (dummies unless HAS_WINDOW)
     window_kv_indices_ptr,  # int64, ragged by window_kv_indptr
-    window_kv_offsets_ptr,  # [bs] int32 (dummies unless IS_VERIFY)
-    mask_indptr_ptr,  # [bs + 1] int64
     swa_out_cache_loc_ptr,  # [bs * width] int64 (dummy unless HAS_SWA_POOL)
     req_to_token_stride,
     bs,
@@ -80,18 +79,11 @@ def _chain_metadata_kernel(
         window_begin = kv_len - tl.minimum(kv_len, window_size)
 
     if program == 0:
-        q_end = (i.to(tl.int64) + 1) * width
         tl.store(kv_indptr_ptr + i + 1, kv_start + kv_len)
-        tl.store(qo_indptr_ptr + i + 1, q_end)
+        tl.store(qo_indptr_ptr + i + 1, (i.to(tl.int64) + 1) * width)
         if HAS_WINDOW:
             window_kv_end = window_kv_start + kv_len - window_begin
             tl.store(window_kv_indptr_ptr + i + 1, window_kv_end)
-        if IS_VERIFY:
-            # A mask row of each query spans the prefix and the queries.
-            mask_end = width * ((kv_start + kv_len).to(tl.int64) + q_end)
-            tl.store(mask_indptr_ptr + i + 1, mask_end)
-            if HAS_WINDOW:
-                tl.store(window_kv_offsets_ptr + i, window_begin)
         if i == 0:
             tl.store(kv_indptr_ptr, 0)
             tl.store(qo_indptr_ptr, 0)
@@ -132,8 +124,7 @@ class TritonAttnBackend:
         # no translated ids and no sharded prefix. Deterministic inference takes
         # another attention kernel, whose window starts no draft batch carries.
         return (
-            self._is_inkling_mtp
-            and self.topk == 1
+            self._chain_metadata_in_one_kernel
             and self.dcp_size == 1
             and not self.enable_deterministic
             and not self.kv_index_translator.is_translating
@@ -179,10 +170,6 @@ class TritonAttnBackend:
         self._launch_chain_metadata(
             forward_batch, self.num_draft_tokens, is_verify=True
         )
-        mask = getattr(forward_batch.spec_info, "custom_mask", None)
-        # As a rule the draft has written its tree into this very buffer.
-        if mask is not None and mask.data_ptr() != self._verify_mask.buffer.data_ptr():
-            self._verify_mask.buffer[: mask.shape[0]] = mask
 
     def _launch_chain_metadata(
         self, forward_batch: ForwardBatch, width: int, *, is_verify: bool
@@ -210,8 +197,6 @@ class TritonAttnBackend:
             self.cuda_graph_kv_indices,
             self.window_kv_indptr if has_window else unused,
             self.cuda_graph_window_kv_indices if has_window else unused,
-            self.cuda_graph_window_kv_offsets if has_window else unused,
-            self.mask_indptr,
             self.cuda_graph_swa_out_cache_loc if has_swa_pool else unused,
             self.req_to_token.stride(0),
             bs,
@@ -251,10 +236,13 @@ def decide_who_builds_the_metadata(self, model_runner: ModelRunner):
     # Only the drafts of hybrid models have a wrapper that stages for them, and only
     # multi-layer EAGLE leaves the eager rebuild out: to record the metadata for any
     # other draft graph would build it twice.
-    self._is_inkling_mtp = (
-        get_spec().enable_multi_layer_eagle
+    self._is_inkling_chain = (
+        self.topk == 1
+        and get_spec().enable_multi_layer_eagle
         and mambaish_config(model_runner.model_config) is not None
-        and draft_extend_metadata_staging_enabled()
+    )
+    self._chain_metadata_in_one_kernel = (
+        self._is_inkling_chain and draft_extend_metadata_staging_enabled()
     )
 
 
@@ -285,3 +273,42 @@ def view_what_the_graph_rebuilds(self, forward_batch: ForwardBatch):
         and self.draft_extend_metadata_captured_in_graph()
     ):
         self.forward_metadata = self._draft_extend_graph_metadata(forward_batch)
+
+
+# A chain is causal, so its mask says nothing that the kernel does not know. The release
+# passes it all the same, and its bytes do not compile under Inkling's score_mod: with
+# one, no server starts. This part has no switch for that reason.
+
+
+@after(
+    "TritonAttnBackend.init_cuda_graph_state",
+    "self._verify_mask = maybe_create_verify_mask("
+    "is_draft_runner=self.is_draft_runner, skip_prefill=self.skip_prefill, "
+    "max_bs=max_bs, max_context_len=self.max_context_len, "
+    "num_draft_tokens=self.num_draft_tokens, device=self.device, "
+    "is_read=True, dtype=torch.uint8)",
+)
+def a_chain_s_mask_is_not_read(self):
+    mask = self._verify_mask
+    if mask is not None and self._is_inkling_chain:
+        self._verify_mask = msgspec.structs.replace(mask, is_read=False)
+
+
+@after(
+    "TritonAttnBackend._build_cuda_graph_forward_metadata",
+    "custom_mask = (self._verify_mask.buffer if self._verify_mask is not None "
+    "and spec_info is not None "
+    'and getattr(spec_info, "custom_mask", None) is not None else None)',
+)
+def a_captured_chain_has_no_mask(self):
+    if self._is_inkling_chain:
+        custom_mask = None
+
+
+@after(
+    "TritonAttnBackend.init_forward_metadata",
+    "custom_mask = spec_info.custom_mask",
+)
+def an_eager_chain_has_no_mask(self):
+    if self._is_inkling_chain:
+        custom_mask = None

@@ -48,6 +48,7 @@ TRITON_CAPABILITY = f"{_TRITON}.TestTritonCapability"
 TRITON_BUFFERS = f"{_TRITON}.TestTritonStagedBuffers"
 TRITON_GRAPHS = f"{_TRITON}.TestTritonDraftGraphs"
 TRITON_POISON = f"{_TRITON}.TestTritonPoisonedStep"
+TRITON_VERIFY = f"{_TRITON}.TestTritonVerify"
 _RANKS = "test_staging_decision_per_rank"
 RANKS_TP = f"{_RANKS}.TestTensorParallel"
 RANKS_DP = f"{_RANKS}.TestDPAttention"
@@ -515,11 +516,6 @@ MUTATIONS = [
             f"{TRITON_CAPABILITY}.test_conditions",
         )
         for what, guard, instead in (
-            (
-                "trees",
-                "self._draft_extend_metadata_in_graph\n            and self.topk == 1\n",
-                "self._draft_extend_metadata_in_graph\n",
-            ),
             ("a sharded prefix", "            and self.dcp_size == 1\n", ""),
             (
                 "deterministic inference",
@@ -546,9 +542,17 @@ MUTATIONS = [
     mutation(
         "Triton records a target's draft extend",
         TRITON,
-        "            self.is_draft_runner\n            and get_spec()",
-        "            get_spec()",
+        "        return self.is_draft_runner and self._builds_chain",
+        "        return self._builds_chain",
         f"{TRITON_CAPABILITY}.test_a_target_is_the_release_s",
+    ),
+    mutation(
+        "Triton stages trees",
+        TRITON,
+        "            self.topk == 1\n            and get_spec().enable",
+        "            get_spec().enable",
+        f"{TRITON_CAPABILITY}.test_a_chain_only",
+        f"{TRITON_VERIFY}.test_a_tree_keeps_its_mask",
     ),
     mutation(
         "Triton records a single-layer draft's",
@@ -567,10 +571,11 @@ MUTATIONS = [
     mutation(
         "Triton records it whatever the switch",
         TRITON,
-        "            and draft_extend_metadata_staging_enabled()\n",
-        "",
+        "self._is_inkling_chain and draft_extend_metadata_staging_enabled()",
+        "self._is_inkling_chain",
         f"{TRITON_CAPABILITY}.test_switched_off_it_is_the_release_s",
         f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
+        f"{TRITON_VERIFY}.test_switched_off_it_is_the_release_s",
     ),
     mutation(
         "Triton records it in every mode",
@@ -587,8 +592,8 @@ MUTATIONS = [
     mutation(
         "Triton rebuilds it ahead of the replay",
         TRITON,
-        "        return (\n            self._draft_extend_metadata_in_graph\n",
-        "        return False and (\n            self._draft_extend_metadata_in_graph\n",
+        "        return self.is_draft_runner and self._builds_chain",
+        "        return False and self._builds_chain",
         f"{TRITON_GRAPHS}.test_the_single_graph_takes_it",
         f"{TRITON_GRAPHS}.test_unstaged_they_rebuild_it_themselves",
     ),
@@ -621,8 +626,8 @@ MUTATIONS = [
     mutation(
         "Triton's indices of a sequence shorter than its window",
         TRITON,
-        "    kv_lens = tl.maximum(seq_lens - extend_lens, 0).to(tl.int32)\n",
-        "    kv_lens = (seq_lens - extend_lens).to(tl.int32)\n",
+        "        kv_lens = tl.maximum(kv_lens - width, 0)\n",
+        "        kv_lens = kv_lens - width\n",
         f"{TRITON_BUFFERS}.test_a_sequence_shorter_than_its_window",
     ),
     mutation(
@@ -651,7 +656,7 @@ MUTATIONS = [
     mutation(
         "Triton writes to full KV slots",
         TRITON,
-        "            swa_loc = tl.load(full_to_swa_ptr + loc, mask=in_width, other=0)\n",
+        "            swa_loc = tl.load(full_to_swa_ptr + loc, mask=is_written, other=0)\n",
         "            swa_loc = loc\n",
         f"{TRITON_BUFFERS}.test_page_size_16",
     ),
@@ -661,6 +666,65 @@ MUTATIONS = [
         "range(program, tl.cdiv(kv_len, KV_BLOCK), tl.num_programs(1)):\n",
         "range(program, program + 1, tl.num_programs(1)):\n",
         f"{TRITON_BUFFERS}.test_prefixes_of_several_blocks",
+    ),
+    # Triton's verify
+    mutation(
+        "Triton's verify waits for a length on the GPU",
+        TRITON,
+        "            self._fill_verify_metadata(forward_batch)\n"
+        "            if not in_capture:\n"
+        "                return\n",
+        "            self._fill_verify_metadata(forward_batch)\n",
+        f"{TRITON_VERIFY}.test_one_launch_and_no_host_copy",
+    ),
+    mutation(
+        "Triton's verify kernel is compiled in the first step",
+        TRITON,
+        "            not self.is_draft_runner\n"
+        "            and forward_batch.forward_mode.is_target_verify()\n",
+        "            not self.is_draft_runner\n"
+        "            and not in_capture\n"
+        "            and forward_batch.forward_mode.is_target_verify()\n",
+        f"{TRITON_VERIFY}.test_capture_compiles_it",
+    ),
+    mutation(
+        "Triton's verify leaves its queries out of the lengths",
+        TRITON,
+        "    if not IS_VERIFY:\n",
+        "    if True:\n",
+        f"{TRITON_VERIFY}.test_it_is_what_the_release_builds",
+    ),
+    mutation(
+        "Triton's padded rows write where a larger batch wrote",
+        TRITON,
+        "            is_written = in_width & (token < num_write_locs)\n",
+        "            is_written = in_width\n",
+        f"{TRITON_VERIFY}.test_it_is_what_the_release_builds",
+    ),
+    mutation(
+        "Triton's captured chain keeps the mask that does not compile",
+        TRITON,
+        "                else None\n            )\n"
+        "            if self._is_inkling_chain:\n"
+        "                custom_mask = None\n",
+        "                else None\n            )\n",
+        f"{TRITON_VERIFY}.test_a_chain_s_mask_is_neither_kept_filled_nor_copied",
+    ),
+    mutation(
+        "Triton's eager chain keeps the mask that does not compile",
+        TRITON,
+        "            custom_mask = spec_info.custom_mask\n"
+        "            if self._is_inkling_chain:\n"
+        "                custom_mask = None\n",
+        "            custom_mask = spec_info.custom_mask\n",
+        f"{TRITON_VERIFY}.test_nor_is_it_eagerly",
+    ),
+    mutation(
+        "the draft fills a mask that nothing reads",
+        TRITON,
+        "msgspec.structs.replace(mask, is_read=False)",
+        "mask",
+        f"{TRITON_VERIFY}.test_a_chain_s_mask_is_neither_kept_filled_nor_copied",
     ),
     mutation(
         "the draft graphs build Triton's metadata",

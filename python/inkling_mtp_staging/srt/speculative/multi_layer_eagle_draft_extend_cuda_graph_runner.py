@@ -181,6 +181,13 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
                 extend_seq_lens=buffers.extend_seq_lens[:bs],
                 out_cache_loc=buffers.out_cache_loc[: bs * self.captured_req_width],
             )
+        # Made once: two views cost the host as much as half a kernel launch.
+        self._staged_windows = [
+            (buffers.out_cache_loc[:num_tokens], buffers.positions[:num_tokens])
+            for num_tokens in range(
+                0, (self.max_bs + 1) * self.captured_req_width, self.captured_req_width
+            )
+        ]
         no_requests = torch.empty(0, dtype=torch.int64, device=self.device)
         self._stage_window(no_requests, no_requests, self.max_bs)
         for bs in self.capture_bs:
@@ -238,11 +245,7 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
         self._stage_window(seq_lens, req_pool_indices, bs)
         self._staging_graphs[bs].replay()
         self._staged_raw_bs = raw_bs
-        num_tokens = raw_bs * self.captured_req_width
-        return (
-            self.buffers.out_cache_loc[:num_tokens],
-            self.buffers.positions[:num_tokens],
-        )
+        return self._staged_windows[raw_bs]
 
     def drop_staged(self):
         """Forget what was staged: the next ``prepare`` reads the mappings itself."""

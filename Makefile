@@ -28,7 +28,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/inkling-mtp-staging apply
-	$(BIN)/python -m pytest test
+	$(BIN)/python -m pytest -n 2 --dist loadfile test
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

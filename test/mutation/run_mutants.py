@@ -21,6 +21,10 @@ from pathlib import Path
 COMMON = (
     "sglang.srt.managers.schedule_batch",
     "sglang.srt.layers.moe.fused_moe_triton",
+    "sglang.srt.managers.io_struct",
+    "sglang.srt.mem_cache.unified_radix_cache",
+    "sglang.kernels.ops.mamba.triton_ops",
+    "fastapi",
 )
 
 

@@ -1,8 +1,9 @@
 """Take one guard out of the composed sources at a time: its tests must notice.
 
 A mutation names the edited module, the source text that makes up the guard and what
-stands there instead, and the tests of which each must fail then. All of them pass on
-the sources as they are, and nearly all fail on the release without the edits.
+stands there instead, and the tests of which each must fail then. Nearly all of them fail
+on the release without the edits. That all pass on the sources as they are is seen in
+`test/registered`; here a control runs one of each class, as the mutants are run.
 """
 
 from __future__ import annotations
@@ -738,15 +739,21 @@ MUTATIONS = [
 ]
 
 
+def one_of_each_class(tests):
+    return list({test.rpartition(".")[0]: test for test in tests}.values())
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """What each mutant's tests did, and those of the unmutated sources."""
+    """What each mutant's tests did, and the control on the unmutated sources."""
     pristine = pristine_sources()
     composed = compose_all(pristine)
     root = tmp_path_factory.mktemp("mutants")
     all_tests = sorted({test for mutant in MUTATIONS for test in mutant.tests})
     jobs = {
-        "unmutated": write_job(root / "unmutated", composed, all_tests),
+        "unmutated": write_job(
+            root / "unmutated", composed, one_of_each_class(all_tests)
+        ),
         "unpatched": write_job(root / "unpatched", pristine, all_tests),
     }
     for number, mutant in enumerate(MUTATIONS):
@@ -757,7 +764,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return run_jobs(root, jobs)
 
 
-def test_the_guards_hold(results):
+def test_the_control_passes(results):
     assert results["unmutated"] == {"import_error": None, "failed": {}}
 
 

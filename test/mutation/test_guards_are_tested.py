@@ -160,7 +160,7 @@ MUTATIONS = [
     mutation(
         "an idle batch is reported",
         WORKER,
-        "            if reason != self._draft_worker.IDLE_BATCH:\n",
+        "            if reason != _IDLE_BATCH:\n",
         "            if True:\n",
         f"{DECISION}.test_idle_is_never_staged",
     ),
@@ -248,7 +248,7 @@ MUTATIONS = [
         WORKER,
         "            runner.drop_staged()\n"
         "        if batch.forward_mode.is_idle():\n"
-        "            self.unstaged_reason = self.IDLE_BATCH\n"
+        "            self.unstaged_reason = _IDLE_BATCH\n"
         "            return\n",
         "            runner.drop_staged()\n",
         f"{DECISION}.test_idle_is_never_staged",
@@ -403,9 +403,8 @@ MUTATIONS = [
     mutation(
         "the window is computed again",
         WORKER,
-        "        if self._staged_window is not None:\n"
         "            return self._staged_window\n",
-        "",
+        "            pass\n",
         f"{PLAN}.test_the_window_carries_an_event_behind_the_stage_writes",
         f"{POISON}.test_page_size_16",
     ),

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
 )
 from sglang.srt.runtime_context import get_disagg
 
-from inkling_mtp_staging.edit import after, before
+from inkling_mtp_staging.edit import after, append_docstring, before
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -271,6 +271,21 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
         self.get_last_runner().model_runner.shared_read_done_event = (
             self.read_done_event
         )
+
+
+@append_docstring("MultiLayerEagleDraftExtendCudaGraphRunner.replay")
+def no_rebuild_of_what_is_staged(self):
+    """A backend that stages has read the mappings in the composite runner's
+    ``stage``; its graph rebuilds only what follows from the staged tables.
+    """
+
+
+@append_docstring("MultiLayerEagleMultiStepDraftExtendCudaGraphRunner.prepare")
+def what_prepare_reads(self):
+    """For a batch that ``stage`` prepared, locations and positions are in place:
+    only tokens, hidden states and accept counts are new. Any other batch's mapping
+    reads happen here.
+    """
 
 
 @before(

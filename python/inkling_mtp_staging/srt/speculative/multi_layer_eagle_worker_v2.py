@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = ...
 
+_IDLE_BATCH = "idle batch"  # a reason not to stage that needs no log line
+
 
 class DraftExtendStepCounter:
     """Decode steps by the fence that released the scheduler ("target", "draft", or
@@ -86,13 +88,12 @@ def nothing_staged_yet(self):
 )
 def use_the_staged_window(self):
     if self._staged_window is not None:
+        # Without front rows the caller keeps verify's out_cache_loc: the same slots.
         return self._staged_window
 
 
 class MultiLayerEagleDraftWorker:
     def draft(self, batch: ScheduleBatch): ...
-
-    IDLE_BATCH = "idle batch"
 
     def _staging_refusal(self, batch: ScheduleBatch) -> Optional[str]:
         """Why this decode step cannot stage before verify, or None if it can."""
@@ -130,7 +131,7 @@ class MultiLayerEagleDraftWorker:
         if runner:
             runner.drop_staged()
         if batch.forward_mode.is_idle():
-            self.unstaged_reason = self.IDLE_BATCH
+            self.unstaged_reason = _IDLE_BATCH
             return
         self.unstaged_reason = self._staging_refusal(batch)
         if self.unstaged_reason is not None:
@@ -179,7 +180,7 @@ class MultiLayerEagleWorkerV2:
             self._shared_read_runner = self._target_worker.model_runner
             fence = "target"
         else:
-            if reason != self._draft_worker.IDLE_BATCH:
+            if reason != _IDLE_BATCH:
                 logger.info_once(f"Draft extend fences the scheduler: {reason}.")
             event = self._shared_read_runner.shared_read_done_event
             fence = "coarse" if event is None else "draft"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.utils.common import get_bool_env_var
 
+from inkling_mtp_staging.edit import append_docstring
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -15,6 +17,13 @@ def draft_extend_metadata_staging_enabled() -> bool:
     launches without staging, and waits as long. Read where backends and graph
     runners are built, so it takes effect at server start."""
     return get_bool_env_var("SGLANG_ENABLE_DRAFT_EXTEND_METADATA_STAGING", "true")
+
+
+@append_docstring("AttentionBackend.draft_extend_metadata_captured_in_graph")
+def staged_counts_as_rebuilt(self):
+    """Metadata that :py:meth:`stage_draft_extend_metadata` fills counts as rebuilt:
+    it is in place before the replay.
+    """
 
 
 class AttentionBackend:

@@ -431,11 +431,13 @@ class StepLab:
         lazy = template.mamba_lazy_spec_track_positions_cpu
         if lazy is not None:
             batch.mamba_lazy_spec_track_positions_cpu = [lazy[r] for r in spec.rows]
+        made = [batch.req_pool_indices, batch.seq_lens, batch.orig_seq_lens]
         sampling = template.sampling_info.copy_for_forward()
         for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
             value = getattr(sampling, name)
             if value is not None:
-                setattr(sampling, name, value[rows])
+                made.append(value[rows])
+                setattr(sampling, name, made[-1])
         batch.sampling_info = sampling
         draft_input = copy.copy(template.spec_info)
         shape = (n, self.config.num_steps)
@@ -450,6 +452,14 @@ class StepLab:
         batch.spec_info = draft_input
         # Made here: a copy to the GPU waits for the stream, and a step must not.
         batch.lab_accept_lens = torch.tensor(spec.accept_lens, device="cuda")
+        # The worker rebinds spec_info. Kept here, what it held is not freed within the
+        # step, whose time a benchmark may take.
+        batch.lab_draft_input = draft_input
+        made += [draft_input.topk_index, draft_input.topk_p, draft_input.bonus_tokens]
+        # A step may still be queued when its batch is dropped. Not told so, the
+        # allocator would give the next batch the memory that the step is to read.
+        for tensor in (*made, batch.lab_accept_lens):
+            tensor.record_stream(self.forward_stream)
         return batch
 
     def run_step(self, spec: StepSpec, *, before_sample=None, batch=None):

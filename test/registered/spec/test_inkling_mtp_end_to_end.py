@@ -95,11 +95,10 @@ class TestInklingMTPEndToEnd(CustomTestCase):
         for name, args in cls.settings.items():
             boots.append((name, "patched", args, None, {}))
             boots.append((name, *reference(name, args, release)))
-        for page in (1, 16, 128):
-            for name in (f"page{page}", f"triton_page{page}"):
-                if name in cls.settings:
-                    args = (*cls.settings[name], "--no-speculation")
-                    boots.append((name, "target_alone", args, release, {}))
+        # Not on triton, which decodes with too short a window: see the findings.
+        for name in cls.picked(("page1", "page16", "page128")):
+            args = (*cls.settings[name], "--no-speculation")
+            boots.append((name, "target_alone", args, release, {}))
         with ThreadPoolExecutor(int(os.environ.get("MTP_E2E_JOBS", "1"))) as pool:
             results = pool.map(lambda boot: cls.boot(*boot), boots)
             cls.results = {b[:2]: r for b, r in zip(boots, results)}
@@ -113,8 +112,9 @@ class TestInklingMTPEndToEnd(CustomTestCase):
         self.assertNotIn("failure", result, f"{name}, {side}")
         return result
 
-    def picked(self, settings):
-        return [name for name in settings if name in self.settings]
+    @classmethod
+    def picked(cls, settings):
+        return [name for name in settings if name in cls.settings]
 
     def test_answers_are_the_checkpoints_own(self):
         for name, side in self.results:

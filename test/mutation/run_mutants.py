@@ -28,6 +28,9 @@ COMMON = (
 )
 
 
+DIED = {"import_error": "the process died: see stderr", "failed": {}}
+
+
 class ModulesFromFiles(MetaPathFinder):
     """Finds the modules of ``files`` there, whatever is installed."""
 
@@ -90,7 +93,9 @@ def run_all(jobs):
             running[start(jobs[name])] = name
         for pipe in select.select(list(running), [], [])[0]:
             with pipe:
-                results[running.pop(pipe)] = json.load(pipe)
+                # A job that died, say of a segfault in the interpreter, said nothing.
+                text = pipe.read() or json.dumps(DIED)
+            results[running.pop(pipe)] = json.loads(text)
             os.wait()
     return results
 

@@ -697,8 +697,8 @@ MUTATIONS = [
     mutation(
         "Triton's padded rows write where a larger batch wrote",
         TRITON,
-        "            is_written = in_width & (token < num_write_locs)\n",
-        "            is_written = in_width\n",
+        "            tl.store(swa_out_cache_loc_ptr + token, swa_loc, mask=in_width)\n",
+        "            tl.store(swa_out_cache_loc_ptr + token, swa_loc, mask=is_written)\n",
         f"{TRITON_VERIFY}.test_it_is_what_the_release_builds",
     ),
     mutation(

@@ -395,7 +395,10 @@ def _run(rank, body, store, stack, config):
         with _process_groups(rank, store, dp_size):
             initialize_moe_config()
             initialize_dp_attention(server_args, model_config())
-            with get_parallel().override(attn_tp_size=NUM_RANKS // dp_size):
+            # The size as well: in a process that imported SGLang's attention kit the
+            # kit's own, 1, would show through.
+            sizes = dict(tp_size=NUM_RANKS, attn_tp_size=NUM_RANKS // dp_size)
+            with get_parallel().override(**sizes):
                 return body(Rank(rank, server_args, **stack))
 
 

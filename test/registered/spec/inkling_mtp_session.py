@@ -128,7 +128,7 @@ class Session:
 
 
 def digest(outputs):
-    """Of the token ids and of how many drafts each step of each request accepted."""
+    """Of the token ids and of each request's histogram of accepted drafts a step."""
     steps = [
         (o["output_ids"], o["meta_info"].get("spec_correct_drafts_histogram"))
         for o in outputs

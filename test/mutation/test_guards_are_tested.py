@@ -60,6 +60,8 @@ RANKS_PADDED = f"{_RANKS}.TestPaddedVerify"
 AS_RELEASED = {
     f"{TRITON_CAPABILITY}.test_only_draft_extend_is_recorded",
     f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
+    f"{TRITON_VERIFY}.test_it_is_what_the_release_builds",
+    f"{TRITON_VERIFY}.test_a_tree_keeps_its_mask",
     f"{COMMIT}.test_pdmux_looks_the_slots_up",
     f"{COMMIT}.test_a_translating_pool_looks_the_slots_up",
     f"{COMMIT}.test_more_requests_than_the_slot_buffer_holds",

@@ -518,7 +518,6 @@ MUTATIONS = [
             f"{TRITON_CAPABILITY}.test_conditions",
         )
         for what, guard, instead in (
-            ("a sharded prefix", "            and self.dcp_size == 1\n", ""),
             (
                 "deterministic inference",
                 "            and not self.enable_deterministic\n",
@@ -551,10 +550,17 @@ MUTATIONS = [
     mutation(
         "Triton stages trees",
         TRITON,
-        "            self.topk == 1\n            and get_spec().enable",
-        "            get_spec().enable",
+        "            self.topk == 1\n            and self.dcp_size",
+        "            self.dcp_size",
         f"{TRITON_CAPABILITY}.test_a_chain_only",
         f"{TRITON_VERIFY}.test_a_tree_keeps_its_mask",
+    ),
+    mutation(
+        "Triton stages a sharded prefix",
+        TRITON,
+        "            and self.dcp_size == 1\n            and get_spec().enable",
+        "            and get_spec().enable",
+        f"{TRITON_CAPABILITY}.test_a_whole_prefix_only",
     ),
     mutation(
         "Triton records a single-layer draft's",
@@ -573,8 +579,9 @@ MUTATIONS = [
     mutation(
         "Triton records it whatever the switch",
         TRITON,
-        "self._is_inkling_chain and draft_extend_metadata_staging_enabled()",
-        "self._is_inkling_chain",
+        "            self._is_inkling_chain\n"
+        "            and draft_extend_metadata_staging_enabled()\n",
+        "            self._is_inkling_chain\n",
         f"{TRITON_CAPABILITY}.test_switched_off_it_is_the_release_s",
         f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
         f"{TRITON_VERIFY}.test_switched_off_it_is_the_release_s",
@@ -670,6 +677,13 @@ MUTATIONS = [
         f"{TRITON_BUFFERS}.test_prefixes_of_several_blocks",
     ),
     # Triton's verify
+    mutation(
+        "a glue graph keeps Triton's write locations",
+        TRITON,
+        "            and (self.is_draft_runner or not glue_graph)\n",
+        "",
+        f"{TRITON_VERIFY}.test_a_glue_graph_cannot_capture_it",
+    ),
     mutation(
         "Triton's verify waits for a length on the GPU",
         TRITON,

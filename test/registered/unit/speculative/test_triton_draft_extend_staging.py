@@ -25,11 +25,12 @@ from draft_extend_staging_fixture import (
 )
 from transformers import LlamaConfig
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner import (
     OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner,
 )
@@ -64,7 +65,6 @@ class TestTritonCapability(TritonTestCase):
     def test_conditions(self):
         backend = TritonAttnBackend(self.model_runner())
         for owner, name, value in (
-            (backend, "dcp_size", 2),
             (backend, "enable_deterministic", True),
             (backend.kv_index_translator, "is_translating", True),
             # A pool that translates through page tables has no such mapping.
@@ -78,6 +78,13 @@ class TestTritonCapability(TritonTestCase):
         for topk in (0, 2):
             model_runner = self.model_runner(speculative_eagle_topk=topk)
             self.assert_supported(TritonAttnBackend(model_runner), False, topk)
+
+    def test_a_whole_prefix_only(self):
+        model_runner = self.model_runner()
+        with get_parallel().override(attn_dcp_size=2, attn_dcp_rank=0):
+            backend = TritonAttnBackend(model_runner)
+        self.assert_supported(backend, False)
+        self.assertFalse(backend._is_inkling_chain, "a mask there is an error")
 
     def check_the_release_s_backend(self, model_runner):
         """It records nothing, and its graph metadata is the release's."""
@@ -433,6 +440,13 @@ class TestTritonVerify(TritonTestCase):
             self.forward_batch(stack, [40, 7], mask=mask)
         )
         self.assertTrue(backend.verify_mask.buffer[:64].all())
+
+    def test_a_glue_graph_cannot_capture_it(self):
+        """It would read the write locations of its own step for ever: fresh tensors."""
+        with envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.override(True):
+            launches, ops = self.replay_of("1")
+        self.assertNotIn("_chain_metadata_kernel", launches)
+        self.assertIn("aten::_local_scalar_dense", ops)
 
     def test_switched_off_it_is_the_release_s(self):
         stack = self.build(buckets=(4,))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import (
     draft_extend_metadata_staging_enabled,
 )
@@ -125,7 +126,6 @@ class TritonAttnBackend:
         # another attention kernel, whose window starts no draft batch carries.
         return (
             self._chain_metadata_in_one_kernel
-            and self.dcp_size == 1
             and not self.enable_deterministic
             and not self.kv_index_translator.is_translating
             and (
@@ -238,11 +238,17 @@ def decide_who_builds_the_metadata(self, model_runner: ModelRunner):
     # other draft graph would build it twice.
     self._is_inkling_chain = (
         self.topk == 1
+        and self.dcp_size == 1
         and get_spec().enable_multi_layer_eagle
         and mambaish_config(model_runner.model_config) is not None
     )
+    # A glue graph would keep the write locations of the step it was captured in; the
+    # usual metadata waits for the GPU, so that none can be captured.
+    glue_graph = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
     self._chain_metadata_in_one_kernel = (
-        self._is_inkling_chain and draft_extend_metadata_staging_enabled()
+        self._is_inkling_chain
+        and draft_extend_metadata_staging_enabled()
+        and (self.is_draft_runner or not glue_graph)
     )
 
 

@@ -96,6 +96,7 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch, capsys):
         (["--layers", "3"], "at least 4"),
         (["--vocab", "1000"], "multiple of 64"),
         (["--window", "100"], "multiple of 128"),
+        (["--window", "0"], "positive multiple of 128"),
         (["--mtp-local", "9"], "depths 0 to 7"),
         (["--accept-length", "4.5"], "choose between"),
         (["--vocab", "6400000"], "vocabulary"),

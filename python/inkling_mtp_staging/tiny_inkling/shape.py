@@ -37,9 +37,9 @@ class Shape:
             )
         if self.num_layers < 4:
             raise ValueError(f"{self.num_layers} layers: use at least 4")
-        if self.sliding_window % REL_EXTENT_MULTIPLE:
+        if self.sliding_window < 1 or self.sliding_window % REL_EXTENT_MULTIPLE:
             raise ValueError(
-                f"sliding window {self.sliding_window}: use a multiple of "
+                f"sliding window {self.sliding_window}: use a positive multiple of "
                 f"{REL_EXTENT_MULTIPLE}"
             )
         if self.vocab_size % 64 or self.vocab_size < 448:

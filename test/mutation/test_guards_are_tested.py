@@ -62,6 +62,7 @@ AS_RELEASED = {
     f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
     f"{TRITON_VERIFY}.test_it_is_what_the_release_builds",
     f"{TRITON_VERIFY}.test_a_tree_keeps_its_mask",
+    f"{TRITON_VERIFY}.test_a_glue_graph_cannot_capture_it",
     f"{COMMIT}.test_pdmux_looks_the_slots_up",
     f"{COMMIT}.test_a_translating_pool_looks_the_slots_up",
     f"{COMMIT}.test_more_requests_than_the_slot_buffer_holds",

@@ -51,6 +51,14 @@ class Results:
             if rows:
                 yield configuration, rows
 
+    def rows(self, benchmark: str):
+        """(configuration, case, side, row) of all that was measured, in that order."""
+        for configuration, measured in self.tables(benchmark):
+            for case in cases_of(measured):
+                for side in sides_of(measured):
+                    if (case, side) in measured:
+                        yield configuration, case, side, measured[case, side]
+
 
 def cases_of(rows: dict) -> list:
     return sorted({case for case, _ in rows})

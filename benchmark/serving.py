@@ -81,6 +81,11 @@ class Server:
                 time.sleep(2)
         raise RuntimeError(f"{self.side.name}: {self.log.read_text()[-2000:]}")
 
+    def started(self):
+        self.wait()
+        info = self.info()
+        return {key: info.get(key) for key in ("version", "attention_backend")}
+
     def info(self):
         """Version and resolved arguments, as the server itself gives them."""
         url = self.url + "/server_info"
@@ -137,28 +142,10 @@ def summarise(result, names, out):
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def wait_for_all(servers):
-    """Boots that are up, and those that are not, which leave ``servers``."""
-    boots, failed = [], []
-    for server in list(servers):
-        who = {"side": server.side.name, "boot": server.boot}
-        try:
-            server.wait()
-        except RuntimeError as error:
-            print(f"left out: {error}", file=sys.stderr, flush=True)
-            failed.append({**who, "error": str(error)[-600:]})
-            servers.remove(server)
-            continue
-        info = server.info()
-        keys = ("version", "attention_backend")
-        boots.append({**who, **{key: info.get(key) for key in keys}})
-    return boots, failed
-
-
 def measure(servers, args):
     started, lock = list(servers), contextlib.ExitStack()
     try:
-        boots, failed = wait_for_all(servers)
+        boots, failed = sides.wait_for_all(servers, Server.started)
         print(f"{len(servers)} servers up: {boots}", flush=True)
         for server in servers:
             server.bench(args, 1e9, 64, seed=1)

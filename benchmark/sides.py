@@ -131,6 +131,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, required=True, help="folder for logs")
 
 
+def wait_for_all(boots: list, started) -> tuple[list[dict], list[dict]]:
+    """What each boot says of itself once it is up (``started``), and which are not up:
+    those leave ``boots``."""
+    up, failed = [], []
+    for boot in list(boots):
+        who = {"side": boot.side.name, "boot": boot.boot}
+        try:
+            up.append({**who, **started(boot)})
+        except RuntimeError as error:
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+            failed.append({**who, "error": str(error)[-600:]})
+            boots.remove(boot)
+    return up, failed
+
+
 class Worker:
     """One resident engine process that does one job at a time.
 

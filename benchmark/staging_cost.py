@@ -9,6 +9,7 @@ GPU tests: the real Scheduler, worker, backends and graphs on a small Inkling.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -77,27 +78,36 @@ def host_us(lab, call, repeats):
     return spread(times)
 
 
+@contextlib.contextmanager
+def verify_marked(lab, mark):
+    """Call ``mark`` as the worker enters and as it leaves the target worker, which every
+    side does once a step."""
+    target = lab.worker.target_worker
+    original = target.forward_batch_generation
+
+    def marked(*args, **kwargs):
+        mark()
+        result = original(*args, **kwargs)
+        mark()
+        return result
+
+    target.forward_batch_generation = marked
+    try:
+        yield
+    finally:
+        del target.forward_batch_generation
+
+
 def step_host_us(lab, step, repeats):
     """Host microseconds of a step, and of its parts around the target's verify.
 
-    The parts are cut where the worker enters and leaves the target worker, which every
-    side does once a step: staging counts before verify, and what it replaces after.
+    Staging counts before verify, and what it replaces after.
     """
     import torch
 
-    target = lab.worker.target_worker
-    original = target.forward_batch_generation
     marks = []
-
-    def marked_verify(*args, **kwargs):
-        marks.append(time.perf_counter())
-        result = original(*args, **kwargs)
-        marks.append(time.perf_counter())
-        return result
-
     times = {"step": [], "before_verify": [], "verify": [], "after_verify": []}
-    target.forward_batch_generation = marked_verify
-    try:
+    with verify_marked(lab, lambda: marks.append(time.perf_counter())):
         for i in range(repeats + WARM_UP):
             torch.cuda.synchronize()
             marks.clear()
@@ -110,8 +120,6 @@ def step_host_us(lab, step, repeats):
                 times["before_verify"].append(1e6 * (verify_start - start))
                 times["verify"].append(1e6 * (verify_end - verify_start))
                 times["after_verify"].append(1e6 * (end - verify_end))
-    finally:
-        del target.forward_batch_generation
     torch.cuda.synchronize()
     return {f"{part}_host_us": spread(part_times) for part, part_times in times.items()}
 
@@ -166,28 +174,23 @@ def fence_lead(lab, batch_of, repeats=20):
         return torch.cuda.Event(enable_timing=True)
 
     forward, schedule = lab.forward_stream, lab.schedule_stream
-    target = lab.worker.target_worker
-    original = target.forward_batch_generation
     verify = []
 
-    def timed_verify(*args, **kwargs):
-        start, end = event(), event()
-        start.record(forward)
-        result = original(*args, **kwargs)
-        end.record(forward)
-        verify[:] = [start, end]
-        return result
+    def mark_verify():
+        verify.append(event())
+        verify[-1].record(forward)
 
-    target.forward_batch_generation = timed_verify
     rows = []
     for _ in range(repeats):
         start, end, released = event(), event(), event()
+        verify.clear()
         batch = batch_of()
         torch.cuda.synchronize()
         with torch.cuda.stream(forward):
             torch.cuda._sleep(STEP_DELAY_CYCLES)
             start.record(forward)
-        step = lab.run_step(batch.lab_spec, batch=batch)
+        with verify_marked(lab, mark_verify):
+            step = lab.run_step(batch.lab_spec, batch=batch)
         # False: the host waited for the GPU within the step, or was too slow, and the
         # times below contain what the GPU waited for the host.
         queued_ahead = not start.query()
@@ -209,7 +212,6 @@ def fence_lead(lab, batch_of, repeats=20):
                 "released_in_verify_ms": verify_start.elapsed_time(released),
             }
         )
-    del target.forward_batch_generation
     measured = {
         key: spread([r[key] for r in rows], digits=4)
         for key in rows[0]

@@ -9,7 +9,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 from itertools import product
 
 import sides
@@ -100,15 +99,7 @@ def main():
         for boot in range(args.boots)
         for side in args.side
     ]
-    boots, failed = [], []
-    for worker in list(workers):
-        who = {"side": worker.side.name, "boot": worker.boot}
-        try:
-            boots.append({**who, **worker.result()})
-        except RuntimeError as error:
-            print(f"left out: {error}", file=sys.stderr, flush=True)
-            failed.append({**who, "error": str(error)[-600:]})
-            workers.remove(worker)
+    boots, failed = sides.wait_for_all(workers, Worker.result)
     names = [s.name for s in args.side if any(b["side"] == s.name for b in boots)]
     print(f"{len(workers)} engines up: {boots}", flush=True)
     for batch in args.batch:  # compile and fill the prefix caches, all at a time

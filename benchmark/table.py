@@ -6,7 +6,7 @@ python benchmark/table.py dist/*.json
 import argparse
 from pathlib import Path
 
-from results import cases_of, load, sides_of, tokens
+from results import load, tokens
 
 NONE = "–"
 
@@ -24,17 +24,12 @@ def steady(results):
     header = ["attention backend", "batch", "side", "step, ms"]
     header += ["speed against the release", "same tokens"]
     rows = []
-    for configuration, measured in results.tables("steady_decode"):
-        for case in cases_of(measured):
-            for side in sides_of(measured):
-                row = measured.get((case, side))
-                if row is None:
-                    continue
-                speed = f"{row['speed_vs_release']:.3f} ± {row['standard_error']:.3f}"
-                speed = "1" if row["standard_error"] == 0 else speed
-                same = "yes" if row["same_tokens"] else "no"
-                step = f"{row['step_ms']:.3f}"
-                rows.append([configuration, case, side, step, speed, same])
+    for configuration, case, side, row in results.rows("steady_decode"):
+        speed = f"{row['speed_vs_release']:.3f} ± {row['standard_error']:.3f}"
+        speed = "1" if row["standard_error"] == 0 else speed
+        same = "yes" if row["same_tokens"] else "no"
+        step = f"{row['step_ms']:.3f}"
+        rows.append([configuration, case, side, step, speed, same])
     return header, rows
 
 
@@ -44,27 +39,21 @@ def cost(results):
     header += ["host before verify, µs", "after verify, µs"]
     header += ["staging on the host, µs", "on the GPU, µs"]
     rows = []
-    for configuration, measured in results.tables("staging_cost"):
-        for case in cases_of(measured):
-            for side in sides_of(measured):
-                row = measured.get((case, side))
-                if row is None:
-                    continue
-                fence = row["fence"]
-                waited = fence["queued_ahead"] < 1
-                host_waited = " (with launch gaps)" if waited else ""
-                rows.append(
-                    [
-                        *(configuration, tokens(case[0]), case[1], side),
-                        f"{fence['step_ms']:.3f}" + host_waited,
-                        f"{100 * fence['share_of_step']:.0f}",
-                        f"{100 * fence['share_of_verify']:.0f}",
-                        median(row, "before_verify_host_us"),
-                        median(row, "after_verify_host_us"),
-                        median(row, "stage_host_us"),
-                        median(row, "stage_gpu_us", 1),
-                    ]
-                )
+    for configuration, (seq_len, batch), side, row in results.rows("staging_cost"):
+        fence = row["fence"]
+        host_waited = " (with launch gaps)" if fence["queued_ahead"] < 1 else ""
+        rows.append(
+            [
+                *(configuration, tokens(seq_len), batch, side),
+                f"{fence['step_ms']:.3f}" + host_waited,
+                f"{100 * fence['share_of_step']:.0f}",
+                f"{100 * fence['share_of_verify']:.0f}",
+                median(row, "before_verify_host_us"),
+                median(row, "after_verify_host_us"),
+                median(row, "stage_host_us"),
+                median(row, "stage_gpu_us", 1),
+            ]
+        )
     return header, rows
 
 
@@ -76,18 +65,13 @@ def serving(results):
     }
     header = ["attention backend", "load, % of saturation", "side", *columns.values()]
     rows = []
-    for configuration, measured in results.tables("serving"):
-        for case in cases_of(measured):
-            for side in sides_of(measured):
-                row = measured.get((case, side))
-                if row is None:
-                    continue
-                errors = row["standard_error"]
-                figures = [
-                    f"{row[key]:.2f} ± {errors[key]:.2f}" if key in row else NONE
-                    for key in columns
-                ]
-                rows.append([configuration, f"{100 * case:.0f}", side, *figures])
+    for configuration, share, side, row in results.rows("serving"):
+        errors = row["standard_error"]
+        figures = [
+            f"{row[key]:.2f} ± {errors[key]:.2f}" if key in row else NONE
+            for key in columns
+        ]
+        rows.append([configuration, f"{100 * share:.0f}", side, *figures])
     return header, rows
 
 

@@ -5,7 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from sglang.test.test_utils import CustomTestCase
 
 SESSION = Path(__file__).with_name("inkling_mtp_session.py")
 PROBE = Path(__file__).parents[3] / "benchmark" / "fence_probe"
@@ -76,3 +79,35 @@ def boot_session(model, logs, name, side, args, sglang_path, variables):
     result = json.loads(out.read_text())
     print(f"MTP_E2E {name} {side} {json.dumps(result)[:1500]}", flush=True)
     return result
+
+
+class BootsTestCase(CustomTestCase):
+    """Boots of the settings that MTP_E2E_SETTINGS picks by name, separated by commas;
+    without it of all. Their logs stay in MTP_E2E_LOGS, if given."""
+
+    all_settings = {}  # name -> arguments of the session
+
+    @classmethod
+    def setUpClass(cls):
+        cls.work = Path(tempfile.mkdtemp(prefix="mtp-boots-"))
+        cls.addClassCleanup(shutil.rmtree, cls.work, ignore_errors=True)
+        cls.logs = Path(os.environ.get("MTP_E2E_LOGS", cls.work))
+        cls.logs.mkdir(parents=True, exist_ok=True)
+        wanted = os.environ.get("MTP_E2E_SETTINGS")
+        names = wanted.split(",") if wanted else cls.all_settings
+        cls.settings = {n: a for n, a in cls.all_settings.items() if n in names}
+        cls.model, cls.release = write_model(cls.work), release_path(cls.work)
+        cls.results = {}  # (name, side) -> what the session said
+
+    @classmethod
+    def boot(cls, *boot):
+        return boot_session(cls.model, cls.logs, *boot)
+
+    def result(self, name, side):
+        result = self.results[name, side]
+        self.assertNotIn("failure", result, f"{name}, {side}")
+        return result
+
+    @classmethod
+    def picked(cls, settings):
+        return [name for name in settings if name in cls.settings]

@@ -11,17 +11,13 @@ MTP_E2E_JOBS boots so many engines at a time on one GPU (default 1; each takes a
 """
 
 import os
-import shutil
-import tempfile
 import unittest
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
-from inkling_mtp_boots import boot_session, reference, release_path, write_model
+from inkling_mtp_boots import BootsTestCase, reference
 
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.test_utils import CustomTestCase
 
 register_cuda_ci(est_time=2400, stage="base-b", runner_config="1-gpu-large")
 
@@ -76,45 +72,23 @@ def chi_square_p(left, right):
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs an NVIDIA GPU")
-class TestInklingMTPEndToEnd(CustomTestCase):
+class TestInklingMTPEndToEnd(BootsTestCase):
+    all_settings = {**SAMPLED_SETTINGS, **GREEDY_SETTINGS}
+
     @classmethod
     def setUpClass(cls):
-        cls.work = Path(tempfile.mkdtemp(prefix="mtp-e2e-"))
-        cls.addClassCleanup(shutil.rmtree, cls.work, ignore_errors=True)
-        cls.model = write_model(cls.work)
-        cls.logs = Path(os.environ.get("MTP_E2E_LOGS", cls.work))
-        cls.logs.mkdir(parents=True, exist_ok=True)
-        wanted = os.environ.get("MTP_E2E_SETTINGS")
-        names = wanted.split(",") if wanted else None
-        settings = {**SAMPLED_SETTINGS, **GREEDY_SETTINGS}
-        cls.settings = {
-            n: a for n, a in settings.items() if names is None or n in names
-        }
-        release = release_path(cls.work)
+        super().setUpClass()
         boots = []
         for name, args in cls.settings.items():
             boots.append((name, "patched", args, None, {}))
-            boots.append((name, *reference(name, args, release)))
+            boots.append((name, *reference(name, args, cls.release)))
         # Not on triton, which decodes with too short a window: see the findings.
         for name in cls.picked(("page1", "page16", "page128")):
             args = (*cls.settings[name], "--no-speculation")
-            boots.append((name, "target_alone", args, release, {}))
+            boots.append((name, "target_alone", args, cls.release, {}))
         with ThreadPoolExecutor(int(os.environ.get("MTP_E2E_JOBS", "1"))) as pool:
             results = pool.map(lambda boot: cls.boot(*boot), boots)
             cls.results = {b[:2]: r for b, r in zip(boots, results)}
-
-    @classmethod
-    def boot(cls, *boot):
-        return boot_session(cls.model, cls.logs, *boot)
-
-    def result(self, name, side):
-        result = self.results[name, side]
-        self.assertNotIn("failure", result, f"{name}, {side}")
-        return result
-
-    @classmethod
-    def picked(cls, settings):
-        return [name for name in settings if name in cls.settings]
 
     def test_answers_are_the_checkpoints_own(self):
         for name, side in self.results:

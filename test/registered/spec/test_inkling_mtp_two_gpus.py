@@ -1,5 +1,6 @@
 """Tensor parallelism over two GPUs: every rank stages the same steps, and no answer
-differs from the reference's (``inkling_mtp_boots.reference``). Under DP attention staging is refused on each rank, with the reason.
+differs from the reference's (``inkling_mtp_boots.reference``). Under DP attention
+staging is refused on each rank, with the reason.
 
 The settings are those of ``test_inkling_mtp_end_to_end`` with ``--tp 2``; its variables
 MTP_E2E_LOGS, MTP_E2E_RELEASE and MTP_E2E_SETTINGS hold here too. Time a step at --tp 2:
@@ -7,18 +8,13 @@ MTP_E2E_LOGS, MTP_E2E_RELEASE and MTP_E2E_SETTINGS hold here too. Time a step at
     python benchmark/steady_decode.py --engine-arg=--tp --engine-arg=2 ...
 """
 
-import os
 import re
-import shutil
-import tempfile
 import unittest
-from pathlib import Path
 
 import torch
-from inkling_mtp_boots import boot_session, reference, release_path, write_model
+from inkling_mtp_boots import BootsTestCase, reference
 
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.test_utils import CustomTestCase
 
 register_cuda_ci(est_time=1500, stage="base-b", runner_config="2-gpu-large")
 
@@ -53,34 +49,18 @@ STAGED = "staged before verify: yes."
     torch.cuda.device_count() >= NUM_RANKS,
     f"needs {NUM_RANKS} NVIDIA GPUs, found {torch.cuda.device_count()}",
 )
-class TestInklingMTPTwoGPUs(CustomTestCase):
+class TestInklingMTPTwoGPUs(BootsTestCase):
+    all_settings = {**TP_SETTINGS, **DP_SETTINGS}
+
     @classmethod
     def setUpClass(cls):
-        cls.work = Path(tempfile.mkdtemp(prefix="mtp-tp2-"))
-        cls.addClassCleanup(shutil.rmtree, cls.work, ignore_errors=True)
-        cls.logs = Path(os.environ.get("MTP_E2E_LOGS", cls.work))
-        cls.logs.mkdir(parents=True, exist_ok=True)
-        wanted = os.environ.get("MTP_E2E_SETTINGS")
-        settings = {**TP_SETTINGS, **DP_SETTINGS}
-        names = wanted.split(",") if wanted else settings
-        cls.settings = {n: a for n, a in settings.items() if n in names}
-        model, release = write_model(cls.work), release_path(cls.work)
-        cls.results = {}
+        super().setUpClass()
         for name, args in cls.settings.items():
             for boot in (
                 ("patched", args, None, {}),
-                reference(name, args, release),
+                reference(name, args, cls.release),
             ):
-                result = boot_session(model, cls.logs, name, *boot)
-                cls.results[name, boot[0]] = result
-
-    def result(self, name, side):
-        result = self.results[name, side]
-        self.assertNotIn("failure", result, f"{name}, {side}")
-        return result
-
-    def picked(self, settings):
-        return [name for name in settings if name in self.settings]
+                cls.results[name, boot[0]] = cls.boot(name, *boot)
 
     def start_lines(self, name, side):
         """What the ranks said about staging at start: {rank: what follows}."""

@@ -721,10 +721,10 @@ MUTATIONS = [
     mutation(
         "Triton's captured chain keeps the mask that does not compile",
         TRITON,
-        "                else None\n            )\n"
+        "do not compile under a score_mod.\n"
         "            if self._is_inkling_chain:\n"
         "                custom_mask = None\n",
-        "                else None\n            )\n",
+        "do not compile under a score_mod.\n",
         f"{TRITON_VERIFY}.test_a_chain_s_mask_is_neither_kept_filled_nor_copied",
     ),
     mutation(

@@ -281,9 +281,7 @@ def view_what_the_graph_rebuilds(self, forward_batch: ForwardBatch):
         self.forward_metadata = self._draft_extend_graph_metadata(forward_batch)
 
 
-# A chain is causal, so its mask says nothing that the kernel does not know. The release
-# passes it all the same, and its bytes do not compile under Inkling's score_mod: with
-# one, no server starts. This part has no switch for that reason.
+# What follows has no switch: with the mask no server starts.
 
 
 @after(
@@ -295,6 +293,7 @@ def view_what_the_graph_rebuilds(self, forward_batch: ForwardBatch):
     "is_read=True, dtype=torch.uint8)",
 )
 def a_chain_s_mask_is_not_read(self):
+    # Filled for no reader: see _build_cuda_graph_forward_metadata.
     mask = self._verify_mask
     if mask is not None and self._is_inkling_chain:
         self._verify_mask = msgspec.structs.replace(mask, is_read=False)
@@ -307,6 +306,7 @@ def a_chain_s_mask_is_not_read(self):
     'and getattr(spec_info, "custom_mask", None) is not None else None)',
 )
 def a_captured_chain_has_no_mask(self):
+    # Causality says the same, and the mask's bytes do not compile under a score_mod.
     if self._is_inkling_chain:
         custom_mask = None
 

@@ -1,7 +1,6 @@
 """A resident Engine with MTP that decodes what it is told and says how long it took."""
 
 import argparse
-import gzip
 import hashlib
 import json
 import os
@@ -11,6 +10,9 @@ import time
 from pathlib import Path
 
 import sides
+import step_trace
+
+TRACE_LIMIT_S = 60
 
 
 def parse_args():
@@ -22,6 +24,7 @@ def parse_args():
     sides.add_attention_backend(parser)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--mem-fraction", type=float, default=0.8)
+    parser.add_argument("--max-total-tokens", type=int, default=32768)
     parser.add_argument("--load-format", default="auto")
     return parser.parse_args()
 
@@ -44,7 +47,7 @@ def boot(args):
         enable_multi_layer_eagle=True,
         tp_size=args.tp,
         mem_fraction_static=args.mem_fraction,
-        max_total_tokens=32768,
+        max_total_tokens=args.max_total_tokens,
         swa_full_tokens_ratio=1.0,  # room for 32 requests in the window pool as well
         max_running_requests=32,
         page_size=1,
@@ -73,37 +76,25 @@ def decode(engine, batch, tokens):
     }
 
 
-def gpu_idle_share(trace: Path) -> float:
-    """Share of the profiled span in which no kernel, copy or memset ran."""
-    with gzip.open(trace, "rt") as f:
-        events = json.load(f)["traceEvents"]
-    busy_kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
-    spans = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in busy_kinds
-    )
-    # Prefill and warm-up at the ends are not steady decoding.
-    spans = spans[len(spans) // 4 : -len(spans) // 8]
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return 1 - busy / (end - spans[0][0])
-
-
 def profile(engine, batch, tokens):
-    """The idle share of the GPU; the profiler slows the host, so compare sides only."""
+    """Figures of the steps from a profiler's trace; see step_trace.py."""
     with tempfile.TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, activities=["CPU", "GPU"])
         result = decode(engine, batch, tokens)
         engine.stop_profile()
         traces = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TRACE_LIMIT_S
         while not traces and time.monotonic() < deadline:
             time.sleep(1)
             traces = list(Path(folder).rglob("*.trace.json.gz"))
-        time.sleep(2)
-        result["gpu_idle_share"] = round(gpu_idle_share(traces[0]), 4)
-    return result
+        if not traces:
+            return {**result, "error": f"no trace within {TRACE_LIMIT_S} s"}
+        time.sleep(2)  # the file appears before it is whole
+        try:
+            trace = step_trace.summary(step_trace.read(traces[0]))
+        except (ValueError, EOFError) as error:
+            return {**result, "error": str(error)}
+    return {**result, "batch": batch, "trace": trace}
 
 
 def main():

@@ -1,17 +1,14 @@
-"""Serving under churn, side against side, with SGLang's own bench_serving over HTTP.
+"""Serving under churn, side against side, with SGLang's own serving benchmark over HTTP.
 
 Saturation is measured on the unpatched side; then every side serves at half and at
-nine tenths of that request rate, the sides taking turns.
+nine tenths of that request rate, and all requests at once, the sides taking turns.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,10 +16,12 @@ from itertools import product
 
 import sides
 from bootstrap import by_boot, median_with_error
-from sides import RELEASE
+from sides import RELEASE, Resident
 
 START_LIMIT_S = 400
-SHARES = (0.5, 0.9)  # of saturation
+SHARES = (0.5, 0.9, 1.0)  # of saturation; 1.0: all requests at once
+ALL_AT_ONCE = 1e9  # requests a second
+SATURATING_PROMPTS = 256
 FIELDS = (
     *("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms"),
     *("median_itl_ms", "p99_itl_ms", "median_tpot_ms", "p99_tpot_ms", "accept_length"),
@@ -43,14 +42,13 @@ def backend_args(name):
     return ("--attention-backend", backend) if backend else ()
 
 
-class Server:
+class Server(Resident):
     def __init__(self, side, boot, args):
-        self.side, self.boot = side, boot
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.log = args.logs / f"server.{side.name}.{boot}.log".replace(" ", "_")
+        log = f"server.{side.name}.{boot}.log".replace(" ", "_")
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--port", str(port)),
             *("--model-path", args.model, *backend_args(args.attention_backend)),
@@ -63,13 +61,7 @@ class Server:
             *("--max-running-requests", "32", "--cuda-graph-bs-decode"),
             *("1", "2", "4", "8", "16", "24", "32", "--disable-prefill-cuda-graph"),
         ]
-        self._process = subprocess.Popen(
-            command,
-            env=side.environment(),
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        super().__init__(side, boot, args.logs / log, command)
 
     def wait(self):
         deadline = time.monotonic() + START_LIMIT_S
@@ -98,29 +90,35 @@ class Server:
     def bench(self, args, rate, num_prompts, seed):
         out = self.log.with_suffix(".jsonl")
         out.unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
-            *("--base-url", self.url, "--model", args.model, "--dataset-name"),
-            *("random-ids", "--random-input-len", "256", "--random-output-len", "256"),
-            *("--random-range-ratio", "0.25", "--num-prompts", str(num_prompts)),
-            *("--request-rate", str(rate), "--seed", str(seed), "--disable-tqdm"),
-            *("--output-file", str(out)),
+        flags = [
+            *("--backend", "sglang", "--base-url", self.url, "--model", args.model),
+            *("--dataset-name", "random-ids", "--random-input-len", "256"),
+            *("--random-output-len", "256", "--random-range-ratio", "0.25"),
+            *("--num-prompts", str(num_prompts), "--request-rate", str(rate)),
+            *("--seed", str(seed), "--disable-tqdm", "--output-file", str(out)),
         ]
-        # One client for all sides: the environment's own sglang.
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if not out.exists():
-            raise RuntimeError(
-                f"bench_serving: {ended.stdout[-800:]} {ended.stderr[-1500:]}"
-            )
+        with self.log.with_suffix(".client").open("a") as client_log:
+            run_client(flags, client_log)
         result = json.loads(out.read_text().splitlines()[-1])
         return {field: result.get(field) for field in (*FIELDS, "completed")}
 
-    def stop(self):
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+
+def run_client(flags, log):
+    """SGLang's serving benchmark, in this process: its imports take longer than a run.
+
+    One client for all sides: the environment's own sglang.
+    """
+    from sglang.benchmark import serving
+
+    argv, sys.argv = sys.argv, ["sglang.benchmark.serving", *flags]
+    try:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            serving.cli_main()
+    except SystemExit as ended:
+        if ended.code:
+            raise RuntimeError(f"serving benchmark: {ended}, see {log.name}") from ended
+    finally:
+        sys.argv = argv
 
 
 def summarise(result, names, out):
@@ -143,45 +141,50 @@ def summarise(result, names, out):
 
 
 def measure(servers, args):
-    started, lock = list(servers), contextlib.ExitStack()
-    try:
-        boots, failed = sides.wait_for_all(servers, Server.started)
-        print(f"{len(servers)} servers up: {boots}", flush=True)
-        for server in servers:
-            server.bench(args, 1e9, 64, seed=1)
-        lock.enter_context(sides.locked(args.lock))
-        reference = next((s for s in servers if s.side.name == RELEASE), servers[0])
-        saturation = reference.bench(args, 1e9, 256, seed=2)["request_throughput"]
-        print(
-            f"saturation {saturation:.2f} requests/s on {reference.side.name}",
-            flush=True,
-        )
-        result = {
-            "benchmark": "serving",
-            "environment": sides.environment(args.boots),
-            "attention_backend": args.attention_backend,
-            "resolved_attention_backend": boots[0]["attention_backend"],
-            "steps": args.steps,
-            "sglang": {b["side"]: b["version"] for b in boots},
-            "boots": boots,
-            "failed_boots": failed,
-            "saturation": saturation,
-            "saturation_of": reference.side.name,
-            "runs": [],
-        }
-        rng = random.Random(1)
-        for round_, share in product(range(args.rounds), SHARES):
-            rate = share * saturation
-            prompts = max(int(rate * args.seconds), 20)
-            for server in rng.sample(servers, len(servers)):
-                run = server.bench(args, rate, prompts, seed=10 + round_)
-                who = {"side": server.side.name, "boot": server.boot}
-                result["runs"].append({**who, "share": share, "rate": rate, **run})
-            summarise(result, [s.name for s in args.side], args.out)
-    finally:
-        lock.close()
-        for server in started:
-            server.stop()
+    boots, failed = sides.wait_for_all(servers, Server.started)
+    print(f"{len(servers)} servers up: {boots}", flush=True)
+    for server in servers:
+        server.bench(args, ALL_AT_ONCE, 64, seed=1)
+    for server in servers:
+        server.pause()
+    with sides.locked(args.lock):
+        return measure_in_turn(servers, boots, failed, args)
+
+
+def measure_in_turn(servers, boots, failed, args):
+    reference = next((s for s in servers if s.side.name == RELEASE), servers[0])
+    with reference.running():
+        first = reference.bench(args, ALL_AT_ONCE, SATURATING_PROMPTS, seed=2)
+    saturation = first["request_throughput"]
+    print(
+        f"saturation {saturation:.2f} requests/s on {reference.side.name}", flush=True
+    )
+    result = {
+        "benchmark": "serving",
+        "environment": sides.environment(args.boots),
+        "attention_backend": args.attention_backend,
+        "resolved_attention_backend": boots[0]["attention_backend"],
+        "steps": args.steps,
+        "sglang": {b["side"]: b["version"] for b in boots},
+        "boots": boots,
+        "failed_boots": failed,
+        "saturation": saturation,
+        "saturation_of": reference.side.name,
+        "runs": [],
+    }
+    rng = random.Random(1)
+    for seed, (_, share) in enumerate(product(range(args.rounds), SHARES), start=10):
+        rate = share * saturation
+        prompts = max(int(rate * args.seconds), 20)
+        if share == 1.0:
+            rate, prompts = ALL_AT_ONCE, SATURATING_PROMPTS
+        for server in rng.sample(servers, len(servers)):
+            with server.running():
+                run = server.bench(args, rate, prompts, seed=seed)
+            who = {"side": server.side.name, "boot": server.boot}
+            result["runs"].append({**who, "share": share, "rate": rate, **run})
+        result["fences"] = sides.fences(servers)
+        summarise(result, [s.name for s in args.side], args.out)
     return result
 
 
@@ -191,7 +194,9 @@ def main():
     servers = [
         Server(side, boot, args) for boot in range(args.boots) for side in args.side
     ]
-    for row in measure(servers, args)["summary"]:
+    with sides.ended_afterwards(servers):
+        result = measure(servers, args)
+    for row in result["summary"]:
         print(row)
 
 

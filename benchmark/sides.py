@@ -1,8 +1,9 @@
 """The versions of SGLang under comparison, and servers of them that stay resident.
 
 A side is a name, a folder to put first on PYTHONPATH ("" for the environment's own
-sglang) and environment variables. All boots of all sides start together and wait; one is measured at a time, the
-sides taking turns, so that drift of the machine falls on all alike.
+sglang) and environment variables. All boots of all sides start together; then one is
+measured at a time while the others are stopped, the sides taking turns, so that drift of
+the machine falls on all alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -146,32 +148,106 @@ def wait_for_all(boots: list, started) -> tuple[list[dict], list[dict]]:
     return up, failed
 
 
-class Worker:
+class Resident:
+    """Processes of one boot of a side: a group of their own, which can be stopped.
+
+    A stopped group keeps its memory, on the GPU too, and takes no processor time from
+    the one being measured.
+    """
+
+    END_LIMIT_S = 30
+
+    def __init__(self, side: Side, boot: int, log: Path, command: list[str], **popen):
+        self.side, self.boot, self.log = side, boot, log
+        self.fences.unlink(
+            missing_ok=True
+        )  # an earlier run's counts are not this one's
+        self._process = subprocess.Popen(
+            command,
+            env=side.environment(FENCE_PROBE_OUT=str(self.fences)),
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **popen,
+        )
+
+    @property
+    def fences(self) -> Path:
+        return self.log.with_suffix(".fences")
+
+    def _signal(self, number: int) -> None:
+        # One that has ended is reported by whoever next waits for its answer.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def running(self):
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def ask_to_end(self) -> None:
+        self._process.terminate()
+
+    def wait_for_end(self) -> None:
+        try:
+            self._process.wait(self.END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self._signal(signal.SIGKILL)  # and what it has left behind
+
+
+def end_all(residents: list[Resident]) -> None:
+    for resident in residents:
+        resident.resume()
+        resident.ask_to_end()
+    for resident in residents:
+        resident.wait_for_end()
+
+
+def fences(residents: list[Resident]) -> dict[str, dict]:
+    """Steps by fence, as ``fence_probe`` counted them in each boot."""
+    return {
+        f"{resident.side.name}, boot {resident.boot}": json.loads(
+            resident.fences.read_text()
+        )
+        for resident in residents
+        if resident.fences.exists()
+    }
+
+
+@contextlib.contextmanager
+def ended_afterwards(residents: list[Resident]):
+    """Ends them however the block is left: they are in sessions of their own."""
+    started = list(residents)
+    try:
+        yield
+    finally:
+        end_all(started)
+
+
+class Worker(Resident):
     """One resident engine process that does one job at a time.
 
     Jobs and results are JSON, one a line, over stdin and a results pipe.
     """
 
     def __init__(self, script: str, side: Side, boot: int, args: list[str], logs: Path):
-        self.side, self.boot = side, boot
-        self.log = logs / f"{Path(script).stem}.{side.name}.{boot}.log".replace(
-            " ", "_"
-        )
+        log = f"{Path(script).stem}.{side.name}.{boot}.log".replace(" ", "_")
         read_end, write_end = os.pipe()
-        fences = self.log.with_suffix(".fences")
-        fences.unlink(missing_ok=True)  # an earlier run's counts are not this one's
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(BENCHMARK / script),
-                "--results",
-                str(write_end),
-                *args,
-            ],
-            env=side.environment(FENCE_PROBE_OUT=str(fences)),
+        path = str(BENCHMARK / script)
+        super().__init__(
+            *(side, boot, logs / log),
+            [sys.executable, path, "--results", str(write_end), *args],
             stdin=subprocess.PIPE,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
             pass_fds=(write_end,),
             text=True,
         )
@@ -195,9 +271,5 @@ class Worker:
         self.send(**job)
         return self.result()
 
-    def stop(self) -> None:
+    def ask_to_end(self) -> None:
         self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()

@@ -1,4 +1,4 @@
-"""Steady greedy decoding, side against side: time a step, tokens, GPU idle share.
+"""Steady greedy decoding, side against side: time a step, tokens, and what a trace shows.
 
     python -m inkling_mtp_staging.tiny_inkling MODEL --layers 16 --hidden 2048
     python benchmark/steady_decode.py --model MODEL --out steady.json --logs logs \\
@@ -15,6 +15,9 @@ import sides
 from bootstrap import by_boot, ratio_with_error
 from sides import RELEASE, Worker
 
+WARM_UP_TOKENS = 32  # an engine that was stopped has cold caches
+PROFILED_TOKENS = 128
+
 
 def parse_args():
     parser = argparse.ArgumentParser(
@@ -26,7 +29,9 @@ def parse_args():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--profile-batch", type=int, default=0, help="0: no profile")
+    parser.add_argument(
+        "--profile-batch", type=int, nargs="*", default=[], help="batches to profile"
+    )
     parser.add_argument(
         "--engine-arg", action="append", default=[], help="passed to engine_worker.py"
     )
@@ -74,16 +79,19 @@ def summarise(result, names, args):
 def measure(workers, names, result, args):
     rng = random.Random(1)
     for round_ in range(args.rounds):
-        for batch in args.batch:
-            for worker in rng.sample(workers, len(workers)):
-                run = worker.do(job="decode", batch=batch, tokens=args.tokens)
-                who = {"side": worker.side.name, "boot": worker.boot, "batch": batch}
-                result["runs"].append({**who, **run})
+        for worker in rng.sample(workers, len(workers)):
+            with worker.running():
+                worker.do(job="decode", batch=1, tokens=WARM_UP_TOKENS)
+                for batch in args.batch:
+                    run = worker.do(job="decode", batch=batch, tokens=args.tokens)
+                    who = {"side": worker.side.name, "boot": worker.boot}
+                    result["runs"].append({**who, "batch": batch, **run})
         if round_:
             summarise(result, names, args)
-    for worker in workers:
-        if args.profile_batch and worker.boot == 0:
-            profile = worker.do(job="profile", batch=args.profile_batch, tokens=128)
+    for worker, batch in product(workers, args.profile_batch):
+        if worker.boot == 0:
+            with worker.running():
+                profile = worker.do(job="profile", batch=batch, tokens=PROFILED_TOKENS)
             result["profiles"].append({"side": worker.side.name, **profile})
             summarise(result, names, args)
 
@@ -99,6 +107,11 @@ def main():
         for boot in range(args.boots)
         for side in args.side
     ]
+    with sides.ended_afterwards(workers):
+        compare(workers, args)
+
+
+def compare(workers, args):
     boots, failed = sides.wait_for_all(workers, Worker.result)
     names = [s.name for s in args.side if any(b["side"] == s.name for b in boots)]
     print(f"{len(workers)} engines up: {boots}", flush=True)
@@ -107,6 +120,8 @@ def main():
             worker.send(job="decode", batch=batch, tokens=args.tokens)
         for worker in workers:
             worker.result()
+    for worker in workers:
+        worker.pause()
     result = {
         "benchmark": "steady_decode",
         "environment": sides.environment(args.boots),
@@ -124,18 +139,14 @@ def main():
     }
     with sides.locked(args.lock):
         measure(workers, names, result, args)
-    result["fences"] = {}
-    for worker in workers:
-        worker.stop()
-        path = worker.log.with_suffix(".fences")
-        if path.exists():
-            who = f"{worker.side.name}, boot {worker.boot}"
-            result["fences"][who] = json.loads(path.read_text())
+    sides.end_all(workers)
+    result["fences"] = sides.fences(workers)
     summarise(result, names, args)
     for row in result["summary"]:
         print(row)
     print("same tokens:", result["same_tokens"], "fences:", result["fences"])
-    print("idle:", [(p["side"], p["gpu_idle_share"]) for p in result["profiles"]])
+    for profile in result["profiles"]:
+        print(profile)
 
 
 if __name__ == "__main__":

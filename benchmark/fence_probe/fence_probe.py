@@ -1,10 +1,12 @@
-"""SGLang plugin that counts which event fences the scheduler, a step at a time.
+"""SGLang plugin that counts which event fences the scheduler, a step at a time, and
+marks decode steps in a profiler's trace.
 
 Put this folder on PYTHONPATH and set FENCE_PROBE_OUT to a file. Rank 0 writes it, rank
 N a file of that name with ".rankN" behind it. Works on the unpatched release too, where
 every step is "coarse" (the whole forward stream).
 """
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -27,11 +29,21 @@ def _file(worker) -> str:
     return path if rank == 0 else f"{path}.rank{rank}"
 
 
+def _mark(mode: str):
+    """A range in the trace, if there is a profiler to write one."""
+    import torch
+
+    if mode != "decode" or not torch.autograd.profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return torch.profiler.record_function("mtp_decode_step")
+
+
 def _count(original, worker, batch, *args, **kwargs):
     mode = "prefill" if batch.forward_mode.is_extend() else "decode"
     if batch.forward_mode.is_idle():
         mode = "idle"
-    result = original(worker, batch, *args, **kwargs)
+    with _mark(mode):
+        result = original(worker, batch, *args, **kwargs)
     _counts[f"{mode}:{_fence(worker)}"] += 1
     if sum(_counts.values()) % _FLUSH_EVERY == 0 or mode == "prefill":
         path = _file(worker)

@@ -4,7 +4,8 @@ PYTHON ?= python3
 SGLANG := sglang==0.5.19
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# Another PYTHON asks for another environment.
+STAMP := $(VENV)/.installed-$(notdir $(PYTHON))
 UV := $(shell command -v uv || echo .tools/bin/uv)
 SOURCES := $(wildcard python test benchmark demo)
 GPU_TESTS := test/registered/spec
@@ -93,7 +94,9 @@ clean:
 	rm -rf $(VENV) .tools .drift dist
 
 $(STAMP): pyproject.toml Makefile | $(UV)
-	test -x $(BIN)/python || $(UV) venv --python $(PYTHON) $(VENV)
+	test -e $@ || ! test -e $(VENV) || { \
+	    echo "$(VENV) is not finished or not for PYTHON=$(PYTHON): make clean" >&2; exit 1; }
+	test -e $@ || $(UV) venv --python $(PYTHON) $(VENV)
 	$(UV) pip install --python $(BIN)/python --editable '.[dev]' '$(SGLANG)'
 	touch $@
 

@@ -78,7 +78,11 @@ def steady(axes, rows, color_of):
         bars.bar(x, gain, color, error=error)
         bars.label(x, max(gain + error, 0), f"{gain:+.1f} ± {error:.1f}")
     axes.axhline(0, color=COLORS[RELEASE], linewidth=1.5)
-    bars.finish("speed against the release, %", bars.cases, "batch")
+    labels = [
+        f"{batch}\n{model.layers} layers\nhidden {model.hidden}"
+        for model, batch in bars.cases
+    ]
+    bars.finish("speed against the release, %", labels, "batch, model")
 
 
 def cost_labels(bars):

@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from sides import PATCHED, PEER, RELEASE
 
@@ -29,12 +30,22 @@ class Configuration:
         return f"{self.backend}, {self.steps} draft steps{graphs}{page}"
 
 
+class Model(NamedTuple):
+    layers: int
+    hidden: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers, hidden {self.hidden}"
+
+
 @dataclass
 class Measured:
-    """(case, side) -> row. A case is a batch size for steady decoding, (tokens,
-    batch size) for the cost of a step, and a share of saturation for serving."""
+    """(case, side) -> row. A case is (model, batch size) for steady decoding and its
+    traces, (tokens, batch size) for the cost of a step, and a share of saturation for
+    serving."""
 
     steady_decode: dict = field(default_factory=dict)
+    step_trace: dict = field(default_factory=dict)
     staging_cost: dict = field(default_factory=dict)
     serving: dict = field(default_factory=dict)
 
@@ -87,8 +98,8 @@ def _add(results: Results, content: dict, path: Path) -> None:
         content.get("page_size", 1),
     )
     measured = results.measured.setdefault(configuration, Measured())
-    rows = getattr(measured, content["benchmark"])
-    for case, side, row in _rows(content):
+    for benchmark, case, side, row in _rows(content):
+        rows = getattr(measured, benchmark)
         if (case, side) in rows:
             print(f"{path}: replaces {case} of {side}", file=sys.stderr)
         rows[case, side] = row
@@ -101,16 +112,23 @@ def _add(results: Results, content: dict, path: Path) -> None:
 
 
 def _rows(content: dict):
-    if content["benchmark"] == "staging_cost":
+    benchmark = content["benchmark"]
+    if benchmark == "staging_cost":
         for row in content["rows"]:
-            yield (row["seq_len"], row["batch"]), content["side"], row
-    elif content["benchmark"] == "steady_decode":
+            yield benchmark, (row["seq_len"], row["batch"]), content["side"], row
+    elif benchmark == "steady_decode":
+        model = Model(**content["model"])
         for row in content["summary"]:
             same = content["same_tokens"][str(row["batch"])]
-            yield row["batch"], row["side"], {**row, "same_tokens": same}
+            row = {**row, "same_tokens": same}
+            yield benchmark, (model, row["batch"]), row["side"], row
+        for profile in content["profiles"]:
+            if "trace" in profile:
+                case = (model, profile["batch"])
+                yield "step_trace", case, profile["side"], profile["trace"]
     else:
         for row in content["summary"]:
-            yield row["share"], row["side"], row
+            yield benchmark, row["share"], row["side"], row
 
 
 def tokens(count: int) -> str:

@@ -162,6 +162,7 @@ def measure_in_turn(servers, boots, failed, args):
     result = {
         "benchmark": "serving",
         "environment": sides.environment(args.boots),
+        "model": sides.model_size(args.model),
         "attention_backend": args.attention_backend,
         "resolved_attention_backend": boots[0]["attention_backend"],
         "steps": args.steps,

@@ -116,6 +116,11 @@ def environment(boots: int) -> dict:
     }
 
 
+def model_size(folder: str) -> dict:
+    text = json.loads((Path(folder) / "config.json").read_text())["text_config"]
+    return {"layers": text["num_hidden_layers"], "hidden": text["hidden_size"]}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_attention_backend(parser)
     parser.add_argument(

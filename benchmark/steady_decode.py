@@ -125,6 +125,7 @@ def compare(workers, args):
     result = {
         "benchmark": "steady_decode",
         "environment": sides.environment(args.boots),
+        "model": sides.model_size(args.model),
         "attention_backend": args.attention_backend,
         "resolved_attention_backend": next(
             (b["attention_backend"] for b in boots), None

@@ -21,15 +21,36 @@ def median(row, key, digits=0):
 
 
 def steady(results):
-    header = ["attention backend", "batch", "side", "step, ms"]
+    header = ["attention backend", "model", "batch", "side", "step, ms"]
     header += ["speed against the release", "same tokens"]
     rows = []
-    for configuration, case, side, row in results.rows("steady_decode"):
+    for configuration, (model, batch), side, row in results.rows("steady_decode"):
         speed = f"{row['speed_vs_release']:.3f} ± {row['standard_error']:.3f}"
         speed = "1" if row["standard_error"] == 0 else speed
         same = "yes" if row["same_tokens"] else "no"
         step = f"{row['step_ms']:.3f}"
-        rows.append([configuration, case, side, step, speed, same])
+        rows.append([configuration, model, batch, side, step, speed, same])
+    return header, rows
+
+
+def traces(results):
+    header = ["attention backend", "model", "batch", "side", "GPU busy, µs a step"]
+    header += ["GPU idle, %", "gap between steps, µs", "host waits for the GPU, µs"]
+    header += ["launches", "graph launches", "tensor operations"]
+    rows = []
+    for configuration, (model, batch), side, row in results.rows("step_trace"):
+        launches = dict(row["launches"])
+        graphs = launches.pop("GraphLaunch", 0)
+        rows.append(
+            [
+                *(configuration, model, batch, side, f"{row['gpu_busy_us']:.0f}"),
+                f"{100 * row['gpu_idle_share']:.0f}",
+                f"{row['gpu_gap_us']:.0f}",
+                f"{row['host_wait_us']:.0f}",
+                *(f"{sum(launches.values()):.1f}", f"{graphs:.1f}"),
+                f"{row['tensor_ops']:.0f}",
+            ]
+        )
     return header, rows
 
 
@@ -59,9 +80,11 @@ def cost(results):
 
 def serving(results):
     columns = {
-        "median_tpot_ms": "time per output token, ms",
-        "p99_itl_ms": "p99 inter-token latency, ms",
+        "output_throughput": "output, tokens/s",
         "median_ttft_ms": "time to first token, ms",
+        "median_tpot_ms": "time per output token, ms",
+        "median_itl_ms": "inter-token latency, ms",
+        "p99_itl_ms": "its p99, ms",
     }
     header = ["attention backend", "load, % of saturation", "side", *columns.values()]
     rows = []
@@ -87,7 +110,7 @@ def main():
     parser.add_argument("files", nargs="+", type=Path)
     results = load(parser.parse_args().files)
     print("\n".join(environment_lines(results)))
-    for table in (steady, cost, serving):
+    for table in (steady, traces, cost, serving):
         header, rows = table(results)
         if rows:
             print("\n" + markdown(header, rows))

@@ -152,7 +152,7 @@ def _diff(options: argparse.Namespace) -> int:
     if options.json:
         _print_json({"directory": str(package.directory), "patch": patch})
         return _OK
-    print(f"{_PROGRAM}: {package.directory}", file=sys.stderr)
+    print(f"{_PROGRAM}: patch for {package.directory}", file=sys.stderr)
     # As bytes: the sources are UTF-8, whatever the terminal is.
     sys.stdout.buffer.write(patch.encode("utf-8"))
     sys.stdout.buffer.flush()

@@ -12,7 +12,7 @@ from inkling_mtp_staging.tiny_inkling import Recipe, Shape
 from inkling_mtp_staging.tiny_inkling.__main__ import main
 from inkling_mtp_staging.tiny_inkling.checkpoint import write_checkpoint
 
-SMALL = ["--hidden", "512", "--vocab", "448", "--mtp-heads", "2"]
+SMALL = ["--hidden", "512", "--vocab", "448", "--mtp-heads", "3"]
 
 
 def tensors_of(folder):
@@ -98,6 +98,7 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch, capsys):
         (["--window", "100"], "multiple of 128"),
         (["--window", "0"], "positive multiple of 128"),
         (["--mtp-local", "9"], "depths 0 to 7"),
+        (["--mtp-heads", "2"], "3 draft steps need as many MTP heads"),
         (["--accept-length", "4.5"], "choose between"),
         (["--vocab", "6400000"], "vocabulary"),
     ],

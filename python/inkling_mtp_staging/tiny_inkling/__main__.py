@@ -52,6 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     start = time.monotonic()
     try:
+        if 0 < args.mtp_heads < args.draft_steps:
+            raise ValueError(
+                f"{args.draft_steps} draft steps need as many MTP heads, not "
+                f"{args.mtp_heads}"
+            )
         recipe = Recipe(
             Shape(
                 num_layers=args.layers,

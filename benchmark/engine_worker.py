@@ -48,6 +48,7 @@ def boot(args):
         tp_size=args.tp,
         mem_fraction_static=args.mem_fraction,
         max_total_tokens=args.max_total_tokens,
+        max_mamba_cache_size=256,  # conv states of 32 requests and of cached prefixes
         swa_full_tokens_ratio=1.0,  # room for 32 requests in the window pool as well
         max_running_requests=32,
         page_size=1,

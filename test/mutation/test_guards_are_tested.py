@@ -42,12 +42,14 @@ CAPABILITY = f"{_STAGING}.TestCapability"
 BUFFERS = f"{_STAGING}.TestStagedBuffers"
 COMPOSITE = f"{_STAGING}.TestComposite"
 GRAPHS = f"{_STAGING}.TestDraftGraphs"
+SHARED = f"{_STAGING}.TestSharedMetadata"
 POISON = f"{_STAGING}.TestPoisonedStep"
 COMMIT = f"{_STAGING}.TestConvCommit"
 _TRITON = "test_triton_draft_extend_staging"
 TRITON_CAPABILITY = f"{_TRITON}.TestTritonCapability"
 TRITON_BUFFERS = f"{_TRITON}.TestTritonStagedBuffers"
 TRITON_GRAPHS = f"{_TRITON}.TestTritonDraftGraphs"
+TRITON_SHARED = f"{_TRITON}.TestTritonSharedMetadata"
 TRITON_POISON = f"{_TRITON}.TestTritonPoisonedStep"
 TRITON_VERIFY = f"{_TRITON}.TestTritonVerify"
 _RANKS = "test_staging_decision_per_rank"
@@ -435,6 +437,108 @@ MUTATIONS = [
         "        if in_capture and self._is_staged(forward_batch):\n",
         "        if False:\n",
         f"{GRAPHS}.test_capture_stages_and_replay_prep_does_not",
+    ),
+    # depths that share what is staged
+    mutation(
+        "every depth stages by itself",
+        RUNNER,
+        "        self._share_staged_metadata()\n",
+        "",
+        f"{SHARED}.test_depths_that_are_alike_are_staged_once",
+        f"{TRITON_SHARED}.test_depths_that_are_alike_are_staged_once",
+    ),
+    mutation(
+        "a wrapper of another type is asked to share",
+        RUNNER,
+        "                type(earlier) is type(backend)\n                and ",
+        "                ",
+        f"{SHARED}.test_a_wrapper_of_another_type_is_staged",
+    ),
+    mutation(
+        "a child of another type is asked to share",
+        SCONV,
+        "            alike = type(stager) is type(backend)\n",
+        "            alike = True\n",
+        f"{SHARED}.test_a_child_of_another_type_is_staged",
+    ),
+    mutation(
+        "what a depth shares is staged again",
+        SCONV,
+        "[s for s in self._draft_extend_stagers if s in self.attn_backend_list]",
+        "self._draft_extend_stagers",
+        f"{SHARED}.test_depths_with_sliding_window_slots_share_the_conv_slots",
+    ),
+    mutation(
+        "capture leaves what another depth fills unset",
+        SCONV,
+        "                for attn_backend in self._draft_extend_stagers:\n",
+        "                for attn_backend in self._own_draft_extend_stagers():\n",
+        f"{GRAPHS}.test_capture_stages_what_another_depth_fills",
+    ),
+    mutation(
+        "FlashAttention shares sliding-window tables",
+        FLASH,
+        "            not self.use_sliding_window_kv_pool\n            and self.req",
+        "            self.req",
+        f"{SHARED}.test_depths_with_sliding_window_slots_share_the_conv_slots",
+        f"{BUFFERS}.test_page_size_16",
+    ),
+    mutation(
+        "FlashAttention shares page tables of other requests",
+        FLASH,
+        "            and self.req_to_token is other.req_to_token\n",
+        "",
+        f"{SHARED}.test_another_request_mapping_is_not_shared",
+    ),
+    mutation(
+        "FlashAttention's shared tables are its own",
+        FLASH,
+        "            self.draft_extend_metadata = other.draft_extend_metadata\n",
+        "            pass\n",
+        f"{BUFFERS}.test_without_sliding_window_pool",
+    ),
+    mutation(
+        "conv slots of another mapping are shared",
+        SCONV,
+        "self._slot_mapping is other._slot_mapping",
+        "True",
+        f"{SHARED}.test_another_conv_slot_mapping_is_not_shared",
+    ),
+    mutation(
+        "shared conv slots lie in the depth's own buffer",
+        SCONV,
+        "self._draft_extend_stager._cache_indices_buf",
+        "self._cache_indices_buf",
+        f"{POISON}.test_page_size_16",
+    ),
+    mutation(
+        "Triton shares KV indices of other requests",
+        TRITON,
+        "            self.req_to_token is other.req_to_token\n            and ",
+        "            ",
+        f"{TRITON_SHARED}.test_what_must_be_alike",
+    ),
+    mutation(
+        "Triton shares sliding-window slots of another pool",
+        TRITON,
+        "            and self._full_to_swa_mapping() is other._full_to_swa_mapping()\n",
+        "",
+        f"{TRITON_SHARED}.test_what_must_be_alike",
+    ),
+    mutation(
+        "Triton shares another window",
+        TRITON,
+        "            and self.sliding_window_size == other.sliding_window_size\n",
+        "",
+        f"{TRITON_SHARED}.test_what_must_be_alike",
+    ),
+    mutation(
+        "Triton's shared metadata is its own",
+        TRITON,
+        "        stager = self._draft_extend_stager\n",
+        "        stager = self\n",
+        f"{TRITON_SHARED}.test_an_eager_forward_of_a_later_depth_changes_nothing_staged",
+        f"{TRITON_BUFFERS}.test_page_size_16",
     ),
     # the conv commit
     mutation(

@@ -133,6 +133,21 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             self.staging_refusal = (
                 f"{type(backends[0]).__name__} keeps its metadata in the draft graph"
             )
+            return
+        self._share_staged_metadata()
+
+    def _share_staged_metadata(self):
+        """Leave to ``stage`` only the depths whose metadata no earlier depth stages:
+        of depths that read the same mappings at the same width, the first."""
+        stagers = []
+        for backend in self.staged_backends:
+            if not any(
+                type(earlier) is type(backend)
+                and backend.share_staged_draft_extend_metadata(earlier)
+                for earlier in stagers
+            ):
+                stagers.append(backend)
+        self.staged_backends = stagers
 
     @staticmethod
     def _lacks_staging(backend: Optional[AttentionBackend]) -> str:

@@ -877,9 +877,10 @@ def staged_buffers(stack: Stack, num_reqs: int) -> Dict[str, torch.Tensor]:
 
 def _metadata_of(backend, metadata, bs: int, depth: int) -> Dict[str, torch.Tensor]:
     """What one depth's draft-extend graph reads at batch size ``bs``."""
+    stager = backend.short_conv_backend._draft_extend_stager
     result = {
         **_kv_entries(metadata, backend),
-        "conv_slots": backend.short_conv_backend._cache_indices_buf[:bs],
+        "conv_slots": stager._cache_indices_buf[:bs],
     }
     if isinstance(backend.full_attn_backend, TritonAttnBackend):
         names = ("qo_indptr", "kv_indptr", "window_kv_indptr")

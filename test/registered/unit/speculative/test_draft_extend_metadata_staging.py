@@ -2,6 +2,7 @@
 read in place, and stays so when the scheduler rewrites the mappings."""
 
 import ast
+import contextlib
 import inspect
 import itertools
 import os
@@ -105,6 +106,7 @@ class TestCapability(StagingTestCase):
         backend = SomeBackend()
         self.assertFalse(backend.supports_draft_extend_metadata_staging)
         self.assertFalse(backend.enable_draft_extend_metadata_staging())
+        self.assertFalse(backend.share_staged_draft_extend_metadata(SomeBackend()))
         with self.assertRaises(NotImplementedError):
             backend.stage_draft_extend_metadata(None)
 
@@ -496,12 +498,28 @@ class TestDraftGraphs(StagingTestCase):
     def test_capture_stages_and_replay_prep_does_not(self):
         stack = self.build()
         wrapper = stack.backends[0]
+        self.check_capture_stages(stack, wrapper, wrapper.attn_backend_list)
+
+    def test_capture_stages_what_another_depth_fills(self):
+        stack = self.build(swa=False)
+        first, second = stack.backends[:2]
+        self.check_capture_stages(stack, second, first.attn_backend_list)
+
+    def check_capture_stages(self, stack, wrapper, stagers):
         forward_batch = stack.runner.runners[0].get_forward_batch(2)
-        with mock.patch.object(wrapper, "stage_draft_extend_metadata") as staged:
+        with contextlib.ExitStack() as patches:
+            staged = [
+                patches.enter_context(
+                    mock.patch.object(stager, "stage_draft_extend_metadata")
+                )
+                for stager in stagers
+            ]
             wrapper.init_forward_metadata_out_graph(forward_batch, in_capture=True)
-            staged.assert_called_once_with(forward_batch)
+            for method in staged:
+                method.assert_called_once_with(forward_batch)
             wrapper.init_forward_metadata_out_graph(forward_batch)
-            staged.assert_called_once()
+            for method in staged:
+                method.assert_called_once()
 
     def test_eager_metadata_reads_the_mappings_at_once(self):
         stack = self.build()
@@ -519,6 +537,100 @@ class TestDraftGraphs(StagingTestCase):
             wrapper.short_conv_backend._cache_indices.tolist(),
             stack.mappings["req_to_conv_slot"][batch.req_pool_indices].tolist(),
         )
+
+
+def kernels_and_gathers(graph):
+    # A kernel is recorded as the function that launches it, a tensor op as itself.
+    recorded = [func for func, *_ in graph.ops]
+    kernels = [func for func in recorded if inspect.isfunction(func)]
+    gathers = [func for func in recorded if "index_select" in str(func)]
+    return len(kernels), len(gathers)
+
+
+class TestSharedMetadata(StagingTestCase):
+    """Depths that would stage the same values read those of the first one."""
+
+    def assert_staging_graphs_hold(self, stack, *, kernels, gathers):
+        for graph in stack.runner._staging_graphs.values():
+            self.assertEqual(kernels_and_gathers(graph), (kernels, gathers))
+
+    def test_depths_that_are_alike_are_staged_once(self):
+        for single_graph in (False, True):
+            stack = self.build(swa=False, single_graph=single_graph)
+            self.assertEqual(stack.runner.staged_backends, stack.backends[:1])
+            self.assert_staging_graphs_hold(stack, kernels=1, gathers=1)
+
+    def test_depths_with_sliding_window_slots_share_the_conv_slots(self):
+        stack = self.build()
+        self.assertEqual(stack.runner.staged_backends, stack.backends)
+        self.assert_staging_graphs_hold(stack, kernels=NUM_STEPS, gathers=1)
+
+    def build_with_depth_1(self, make_backend):
+        """A stack whose second depth has a backend of another type."""
+        depth = itertools.count()
+        return self.build(
+            swa=False,
+            make_backend=lambda model_runner: (
+                make_backend if next(depth) == 1 else self.make_backend
+            )(model_runner),
+        )
+
+    def test_a_child_of_another_type_is_staged(self):
+        class OtherBackend(FlashAttentionBackend):
+            pass
+
+        stack = self.build_with_depth_1(
+            lambda model_runner: build_backend(model_runner, OtherBackend)
+        )
+        self.assertEqual(stack.runner.staged_backends, stack.backends[:2])
+        self.assert_staging_graphs_hold(stack, kernels=2, gathers=1)
+
+    def test_a_wrapper_of_another_type_is_staged(self):
+        class OtherWrapper(InklingShortConvHybridAttnBackend):
+            pass
+
+        def make_backend(model_runner):
+            wrapper = build_backend(model_runner)
+            wrapper.__class__ = OtherWrapper
+            return wrapper
+
+        stack = self.build_with_depth_1(make_backend)
+        self.assertEqual(stack.runner.staged_backends, stack.backends[:2])
+        self.assert_staging_graphs_hold(stack, kernels=2, gathers=2)
+
+    def two_depths(self, **kwargs):
+        first, second, *_ = self.build(capture=False, **kwargs).backends
+        for backend in (first, second):
+            backend.init_cuda_graph_state(4, 4 * (NUM_STEPS + 1))
+            self.assertTrue(backend.enable_draft_extend_metadata_staging())
+        return first, second
+
+    def test_another_request_mapping_is_not_shared(self):
+        first, second = self.two_depths(swa=False)
+        child = second.full_attn_backend
+        child.req_to_token = child.req_to_token.clone()
+        self.assertFalse(second.share_staged_draft_extend_metadata(first))
+        self.assertEqual(second._own_draft_extend_stagers(), [child])
+
+    def test_another_conv_slot_mapping_is_not_shared(self):
+        first, second = self.two_depths(swa=False)
+        pool = second.short_conv_backend.req_to_token_pool
+        pool.req_index_to_mamba_index_mapping = (
+            pool.req_index_to_mamba_index_mapping.clone()
+        )
+        self.assertFalse(second.share_staged_draft_extend_metadata(first))
+        self.assertEqual(
+            second._own_draft_extend_stagers(), [second.short_conv_backend]
+        )
+
+    def test_an_eager_forward_of_a_later_depth_changes_nothing_staged(self):
+        stack = self.build(swa=False)
+        batch = fill_mappings(stack, [40, 7, 100])
+        expected = unstaged_buffers(stack, batch)
+        stage(stack, batch)
+        other = fill_mappings(stack, [9, 30, 55], seed=1)
+        stack.backends[1].short_conv_backend._prepare_slot_indices(other)
+        self.assert_staged(stack, batch, expected)
 
 
 class TestPoisonedStep(StagingTestCase):

@@ -45,11 +45,22 @@ class AttentionBackend:
         """
         return False
 
+    def share_staged_draft_extend_metadata(self, other: AttentionBackend) -> bool:
+        """Ask, before any capture, to read what ``other``, the same type's backend of
+        an earlier draft depth, stages ahead of the same replays.
+
+        True if both would stage the same values: this backend's draft graphs then
+        read ``other``'s buffers, and the runner does not stage it. Only ``other``
+        writes them, before verify and on the forward stream, which orders every
+        depth's reads behind that. False (the default): it is staged by itself.
+        """
+        return False
+
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
         """Do one DRAFT_EXTEND_V2 replay's reads of the shared mappings.
 
-        Called on the forward stream, once per step and draft depth, normally
-        ahead of the target's verify graph; the draft graph replays later on the
+        Called on the forward stream, once per step and draft depth that shares no
+        other's, normally ahead of the target's verify graph; the draft graph replays later on the
         same stream. The runner records it into a CUDA graph per batch size, so
         the body must be recordable: static shapes, no host sync, no allocation.
 

@@ -22,6 +22,17 @@ class FlashAttentionBackend:
             and not self.is_encoder_decoder
         )
 
+    def share_staged_draft_extend_metadata(self, other: FlashAttentionBackend) -> bool:
+        # A depth with sliding-window slots translates through a pool of its own.
+        shares = (
+            not self.use_sliding_window_kv_pool
+            and self.req_to_token is other.req_to_token
+        )
+        if shares:
+            # Buffers, and at each batch size a view of them.
+            self.draft_extend_metadata = other.draft_extend_metadata
+        return shares
+
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
         # Same kernel, same destinations as in the graph; only the time differs.
         self.init_forward_metadata_in_graph(forward_batch)

@@ -4,9 +4,10 @@ verify's without waiting for the GPU, and verifies a chain without a tree mask."
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import msgspec
+import torch
 import triton
 import triton.language as tl
 
@@ -130,7 +131,7 @@ class TritonAttnBackend:
             and not self.kv_index_translator.is_translating
             and (
                 not self.use_sliding_window_kv_pool
-                or self.token_to_kv_pool.full_to_swa_index_mapping is not None
+                or self._full_to_swa_mapping() is not None
             )
         )
 
@@ -145,15 +146,31 @@ class TritonAttnBackend:
         # is bounded, is new.
         return self.draft_extend_metadata_captured_in_graph()
 
+    def share_staged_draft_extend_metadata(self, other: TritonAttnBackend) -> bool:
+        # This backend's own buffers stay, for its other forwards.
+        shares = (
+            self.req_to_token is other.req_to_token
+            and self._full_to_swa_mapping() is other._full_to_swa_mapping()
+            and self.sliding_window_size == other.sliding_window_size
+        )
+        if shares:
+            self._draft_extend_stager = other
+        return shares
+
+    def _full_to_swa_mapping(self) -> Optional[torch.Tensor]:
+        if not self.use_sliding_window_kv_pool:
+            return None
+        return self.token_to_kv_pool.full_to_swa_index_mapping
+
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
         # Same kernel, same destinations as in the graph; only the time differs.
         self.init_forward_metadata_in_graph(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """DRAFT_EXTEND_V2 metadata, in one launch and into the buffers that
-        :meth:`_draft_extend_graph_metadata` views. They are this backend's own. Eager
-        forwards of the same draft depth fill the indptrs too, on the same stream; none
-        comes between a step's staging and its draft extend."""
+        """DRAFT_EXTEND_V2 metadata, in one launch and into this backend's own buffers,
+        which :meth:`_draft_extend_graph_metadata` views, its own and those of depths
+        that share it. Eager forwards of the same draft depth fill the indptrs too, on
+        the same stream; none comes between a step's staging and its draft extend."""
         if not (
             forward_batch.forward_mode.is_draft_extend_v2()
             and self.draft_extend_metadata_captured_in_graph()
@@ -187,11 +204,7 @@ class TritonAttnBackend:
             forward_batch.req_pool_indices,
             forward_batch.out_cache_loc,
             self.req_to_token,
-            (
-                self.token_to_kv_pool.full_to_swa_index_mapping
-                if has_swa_pool
-                else unused
-            ),
+            self._full_to_swa_mapping() if has_swa_pool else unused,
             self.qo_indptr,
             self.kv_indptr,
             self.cuda_graph_kv_indices,
@@ -214,16 +227,27 @@ class TritonAttnBackend:
     def _draft_extend_graph_metadata(
         self, forward_batch: ForwardBatch
     ) -> ForwardMetadata:
-        """What a draft-extend graph reads, at the batch's size: the release's view,
-        with as many queries as the batch has and with window indices."""
+        """What a draft-extend graph reads, at the batch's size: the release's view of
+        the buffers of who stages them, with as many queries as the batch has and with
+        window indices."""
         bs = forward_batch.batch_size
-        has_window = self.window_kv_indptr is not None
+        num_tokens = forward_batch.out_cache_loc.shape[0]
+        stager = self._draft_extend_stager
+        has_window = stager.window_kv_indptr is not None
         return replace(
             self.forward_metadata,
-            max_extend_len=forward_batch.out_cache_loc.shape[0] // bs,
-            window_kv_indptr=self.window_kv_indptr[: bs + 1] if has_window else None,
+            max_extend_len=num_tokens // bs,
+            qo_indptr=stager.qo_indptr[: bs + 1],
+            kv_indptr=stager.kv_indptr[: bs + 1],
+            kv_indices=stager.cuda_graph_kv_indices,
+            window_kv_indptr=stager.window_kv_indptr[: bs + 1] if has_window else None,
             window_kv_indices=(
-                self.cuda_graph_window_kv_indices if has_window else None
+                stager.cuda_graph_window_kv_indices if has_window else None
+            ),
+            swa_out_cache_loc=(
+                stager.cuda_graph_swa_out_cache_loc[:num_tokens]
+                if stager.use_sliding_window_kv_pool
+                else None
             ),
         )
 
@@ -245,6 +269,8 @@ def decide_who_builds_the_metadata(self, model_runner: ModelRunner):
     # A glue graph would keep the write locations of the step it was captured in; the
     # usual metadata waits for the GPU, so that none can be captured.
     glue_graph = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
+    # Whose metadata this backend's draft-extend graphs read.
+    self._draft_extend_stager: TritonAttnBackend = self
     self._chain_metadata_in_one_kernel = (
         self._is_inkling_chain
         and draft_extend_metadata_staging_enabled()

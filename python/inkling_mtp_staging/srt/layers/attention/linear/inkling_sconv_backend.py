@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, List, Optional
 
 import torch
 
@@ -10,6 +10,7 @@ from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
     scatter_mamba_states_after_mtp_verify,
 )
 from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
     draft_extend_metadata_staging_enabled,
 )
 from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
@@ -41,6 +42,8 @@ def decide_which_slots_a_commit_uses(self, model_runner: ModelRunner):
         and not model_runner.server_args.enable_pdmux
         and draft_extend_metadata_staging_enabled()
     )
+    # Whose slot buffer this backend's draft-extend graphs read.
+    self._draft_extend_stager: InklingShortConvAttnBackend = self
 
 
 @after(
@@ -61,6 +64,19 @@ class InklingShortConvAttnBackend:
     def supports_draft_extend_metadata_staging(self) -> bool:
         return self._slot_gather_recordable
 
+    def share_staged_draft_extend_metadata(
+        self, other: InklingShortConvAttnBackend
+    ) -> bool:
+        # This backend's own buffer stays: its other graphs have captured it.
+        shares = self._slot_mapping is other._slot_mapping
+        if shares:
+            self._draft_extend_stager = other
+        return shares
+
+    @property
+    def _slot_mapping(self) -> torch.Tensor:
+        return self.req_to_token_pool.req_index_to_mamba_index_mapping
+
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
         self._prepare_slot_indices(forward_batch)
 
@@ -71,7 +87,8 @@ class InklingShortConvAttnBackend:
         slots are staged: the conv metadata is built from the slot buffer that
         :meth:`stage_draft_extend_metadata` filled, with no mapping read."""
         self._reset_step_state()
-        self._cache_indices = self._cache_indices_buf[: forward_batch.batch_size]
+        staged_slots = self._draft_extend_stager._cache_indices_buf
+        self._cache_indices = staged_slots[: forward_batch.batch_size]
         self.forward_metadata = ForwardMetadata(
             query_start_loc=None, mamba_cache_indices=self._cache_indices
         )
@@ -133,10 +150,28 @@ class InklingShortConvHybridAttnBackend:
 
     def enable_draft_extend_metadata_staging(self) -> bool:
         self.draft_extend_metadata_staged = self.supports_draft_extend_metadata_staging
+        # For each child, who fills what its draft-extend graphs read: itself, or the
+        # same child of an earlier depth.
+        self._draft_extend_stagers: List[AttentionBackend] = [*self.attn_backend_list]
         return self.draft_extend_metadata_staged
 
+    def share_staged_draft_extend_metadata(
+        self, other: InklingShortConvHybridAttnBackend
+    ) -> bool:
+        """Child by child: True only if no child is left to stage."""
+        stagers = self._draft_extend_stagers
+        for i, backend in enumerate(self.attn_backend_list):
+            stager = other._draft_extend_stagers[i]
+            alike = type(stager) is type(backend)
+            if alike and backend.share_staged_draft_extend_metadata(stager):
+                stagers[i] = stager
+        return not self._own_draft_extend_stagers()
+
+    def _own_draft_extend_stagers(self) -> List[AttentionBackend]:
+        return [s for s in self._draft_extend_stagers if s in self.attn_backend_list]
+
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
-        for attn_backend in self.attn_backend_list:
+        for attn_backend in self._own_draft_extend_stagers():
             attn_backend.stage_draft_extend_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(
@@ -146,7 +181,8 @@ class InklingShortConvHybridAttnBackend:
         if in_capture and self._is_staged(forward_batch):
             # The capture warm-up runs the graph body before any step staged
             # for it: give it the dummy batch's slots.
-            self.stage_draft_extend_metadata(forward_batch)
+            for attn_backend in self._draft_extend_stagers:
+                attn_backend.stage_draft_extend_metadata(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch):
         if self._is_staged(forward_batch):

@@ -471,8 +471,8 @@ MUTATIONS = [
     mutation(
         "capture leaves what another depth fills unset",
         SCONV,
-        "                for attn_backend in self._draft_extend_stagers:\n",
-        "                for attn_backend in self._own_draft_extend_stagers():\n",
+        "            for attn_backend in self._draft_extend_stagers:\n",
+        "            for attn_backend in self._own_draft_extend_stagers():\n",
         f"{GRAPHS}.test_capture_stages_what_another_depth_fills",
     ),
     mutation(
@@ -637,8 +637,7 @@ MUTATIONS = [
                 "through page tables",
                 "            and (\n"
                 "                not self.use_sliding_window_kv_pool\n"
-                "                or self.token_to_kv_pool.full_to_swa_index_mapping"
-                " is not None\n"
+                "                or self._full_to_swa_mapping() is not None\n"
                 "            )\n",
                 "",
             ),
@@ -715,7 +714,7 @@ MUTATIONS = [
     mutation(
         "Triton's graphs leave out the front rows",
         TRITON,
-        "            max_extend_len=forward_batch.out_cache_loc.shape[0] // bs,\n",
+        "            max_extend_len=num_tokens // bs,\n",
         "",
         f"{TRITON_GRAPHS}.test_the_queries_are_the_whole_window",
         f"{TRITON_BUFFERS}.test_page_size_16",
@@ -724,7 +723,7 @@ MUTATIONS = [
         "Triton's graphs have no window indices",
         TRITON,
         "            window_kv_indices=(\n"
-        "                self.cuda_graph_window_kv_indices if has_window else None\n"
+        "                stager.cuda_graph_window_kv_indices if has_window else None\n"
         "            ),\n",
         "",
         f"{TRITON_BUFFERS}.test_page_size_16",
@@ -732,7 +731,7 @@ MUTATIONS = [
     mutation(
         "Triton's graphs read the window of another batch size",
         TRITON,
-        "            window_kv_indptr=self.window_kv_indptr[: bs + 1]"
+        "            window_kv_indptr=stager.window_kv_indptr[: bs + 1]"
         " if has_window else None,\n",
         "",
         f"{TRITON_BUFFERS}.test_page_size_16",

@@ -22,6 +22,7 @@ def parse_args():
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--combined", type=int, choices=(0, 1), required=True)
     sides.add_attention_backend(parser)
+    parser.add_argument("--batch", type=int, nargs="+", required=True)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--max-total-tokens", type=int, default=32768)
@@ -53,7 +54,7 @@ def boot(args):
         max_running_requests=32,
         page_size=1,
         context_length=8192,
-        cuda_graph_bs_decode=[1, 8, 32],
+        cuda_graph_bs_decode=sorted(args.batch),
         disable_prefill_cuda_graph=True,
         sleep_on_idle=True,
         log_level="info",

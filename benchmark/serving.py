@@ -56,10 +56,11 @@ class Server(Resident):
             *("--speculative-algorithm", "EAGLE", "--enable-multi-layer-eagle"),
             *("--speculative-num-steps", str(args.steps), "--speculative-eagle-topk"),
             *("1", "--speculative-num-draft-tokens", str(args.steps + 1)),
-            *("--mem-fraction-static", "0.8", "--max-total-tokens", "131072"),
+            *("--mem-fraction-static", "0.8", "--max-total-tokens", "65536"),
             *("--context-length", "8192", "--page-size", "1", "--sleep-on-idle"),
-            *("--max-running-requests", "32", "--cuda-graph-bs-decode"),
-            *("1", "2", "4", "8", "16", "24", "32", "--disable-prefill-cuda-graph"),
+            *("--max-running-requests", "32", "--max-mamba-cache-size", "256"),
+            *("--cuda-graph-bs-decode", "8", "16", "32"),
+            "--disable-prefill-cuda-graph",
         ]
         super().__init__(side, boot, args.logs / log, command)
 

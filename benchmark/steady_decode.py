@@ -101,6 +101,7 @@ def main():
     args.logs.mkdir(parents=True, exist_ok=True)
     engine_args = ["--model", args.model, "--steps", str(args.steps)]
     engine_args += ["--combined", str(args.combined)]
+    engine_args += ["--batch", *map(str, args.batch)]
     engine_args += ["--attention-backend", args.attention_backend, *args.engine_arg]
     workers = [
         Worker("engine_worker.py", side, boot, engine_args, args.logs)

@@ -104,6 +104,8 @@ def outcome(subject: Subject, changed: str) -> str:
         if name in subject.replaced_names
     )
     off = {name for name in {*expected, *found} if expected[name] != found[name]}
+    if off and all(_has_both_changes(subject, changed, found, n) for n in off):
+        return "composed"  # git mistook a line for an equal one elsewhere
     assert not off, f"git merges them to something else: {off}"
     return "merged"
 
@@ -201,6 +203,36 @@ def _parts(source: str) -> defaultdict[str, list[str]]:
             lines[_span(node)] = [""] * len(lines[_span(node)])
     parts[""] = sorted(filter(None, lines))
     return parts
+
+
+def _has_both_changes(subject: Subject, changed: str, found, name: str) -> bool:
+    """Whether a definition has upstream's lines and those of ours that upstream left,
+    each in their order, and no other."""
+    theirs, ours, pristine = (
+        _parts(source)[name] for source in (changed, subject.composed, subject.pristine)
+    )
+    added = Counter(ours) - Counter(pristine)
+    left = _without(ours, Counter(pristine) - Counter(theirs))
+    return (
+        _is_subsequence(theirs, found[name])
+        and _is_subsequence(left, found[name])
+        and Counter(found[name]) == Counter(theirs) + added
+    )
+
+
+def _without(lines: list[str], removed: Counter[str]) -> list[str]:
+    left = []
+    for line in lines:
+        if removed[line] > 0:
+            removed[line] -= 1
+        else:
+            left.append(line)
+    return left
+
+
+def _is_subsequence(part: list[str], whole: list[str]) -> bool:
+    rest = iter(whole)
+    return all(line in rest for line in part)
 
 
 def _is_text(node: ast.AST) -> bool:

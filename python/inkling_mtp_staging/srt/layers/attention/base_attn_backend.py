@@ -60,9 +60,10 @@ class AttentionBackend:
         """Do one DRAFT_EXTEND_V2 replay's reads of the shared mappings.
 
         Called on the forward stream, once per step and draft depth that shares no
-        other's, normally ahead of the target's verify graph; the draft graph replays later on the
-        same stream. The runner records it into a CUDA graph per batch size, so
-        the body must be recordable: static shapes, no host sync, no allocation.
+        other's, normally ahead of the target's verify graph; the draft graph
+        replays later on the same stream. The runner records it into a CUDA graph
+        per batch size, so the body must be recordable: static shapes, no host
+        sync, no allocation.
 
         ``forward_batch`` views the runner's static buffers for the padded batch
         (``batch_size`` rows, padded ones with request slot 0):

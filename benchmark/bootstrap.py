@@ -1,7 +1,7 @@
 """Medians of measurements, and how far to trust them.
 
-The standard error is that of a bootstrap over boots, then over the runs of each boot:
-runs of one boot share its memory layout and its compiled kernels and are not
+The standard error is that of a bootstrap over boots, then over the runs of each boot or
+over rounds: runs of one boot share its memory layout and its compiled kernels and are not
 independent.
 """
 
@@ -34,16 +34,31 @@ def median_with_error(boots):
     return median(boots), statistics.stdev(draws)
 
 
-def ratio_with_error(samples, side, reference):
-    """Median of ``reference`` over that of ``side``, and its standard error.
+def paired_ratio_with_error(rounds, side, reference):
+    """How many times as fast ``side`` is as ``reference``, and its standard error.
 
-    Of times, that is how many times as fast ``side`` is. Against itself: 1, no error.
+    ``rounds``: for each, side -> boot -> time. The ratio is the median over rounds of
+    the reference's median over that of ``side``, so what changes from round to round
+    and falls on both cancels. Against itself: 1, no error.
     """
     if side == reference:
         return 1.0, 0.0
     rng = random.Random(0)
-    a, b = samples[reference], samples[side]
+    boots = {name: sorted(rounds[0][name]) for name in (side, reference)}
+
+    def ratio(drawn_rounds, drawn_boots):
+        def middle(round_, name):
+            return statistics.median(round_[name][boot] for boot in drawn_boots[name])
+
+        return statistics.median(
+            middle(round_, reference) / middle(round_, side) for round_ in drawn_rounds
+        )
+
     draws = [
-        median(_resample(rng, a)) / median(_resample(rng, b)) for _ in range(DRAWS)
+        ratio(
+            rng.choices(rounds, k=len(rounds)),
+            {name: rng.choices(all_, k=len(all_)) for name, all_ in boots.items()},
+        )
+        for _ in range(DRAWS)
     ]
-    return median(a) / median(b), statistics.stdev(draws)
+    return ratio(rounds, boots), statistics.stdev(draws)

@@ -7,6 +7,7 @@ nine tenths of that request rate, and all requests at once, the sides taking tur
 import argparse
 import contextlib
 import json
+import os
 import random
 import socket
 import sys
@@ -19,6 +20,7 @@ from bootstrap import by_boot, median_with_error
 from sides import RELEASE, Resident
 
 START_LIMIT_S = 400
+PROCESSORS = 6  # of a server
 SHARES = (0.5, 0.9, 1.0)  # of saturation; 1.0: all requests at once
 ALL_AT_ONCE = 1e9  # requests a second
 SATURATING_PROMPTS = 256
@@ -152,9 +154,22 @@ def measure(servers, args):
         return measure_in_turn(servers, boots, failed, args)
 
 
+@contextlib.contextmanager
+def of_turn(server, turn):
+    """The server on the processors of this turn, the client on the others."""
+    usable = os.sched_getaffinity(0)
+    processors = sides.processors_of(turn, PROCESSORS)
+    os.sched_setaffinity(0, usable - {*processors} or usable)
+    try:
+        with server.running(processors):
+            yield
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
 def measure_in_turn(servers, boots, failed, args):
     reference = next((s for s in servers if s.side.name == RELEASE), servers[0])
-    with reference.running():
+    with of_turn(reference, 0):
         first = reference.bench(args, ALL_AT_ONCE, SATURATING_PROMPTS, seed=2)
     saturation = first["request_throughput"]
     print(
@@ -175,13 +190,14 @@ def measure_in_turn(servers, boots, failed, args):
         "runs": [],
     }
     rng = random.Random(1)
-    for seed, (_, share) in enumerate(product(range(args.rounds), SHARES), start=10):
+    for round_, share in product(range(args.rounds), SHARES):
+        seed = 10 + len(result["runs"])  # the same for all servers
         rate = share * saturation
         prompts = max(int(rate * args.seconds), 20)
         if share == 1.0:
             rate, prompts = ALL_AT_ONCE, SATURATING_PROMPTS
         for server in rng.sample(servers, len(servers)):
-            with server.running():
+            with of_turn(server, round_):
                 run = server.bench(args, rate, prompts, seed=seed)
             who = {"side": server.side.name, "boot": server.boot}
             result["runs"].append({**who, "share": share, "rate": rate, **run})

@@ -20,6 +20,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 BENCHMARK = Path(__file__).parent
 RELEASE, PATCHED, PEER = "0.5.19", "0.5.19 patched", "0.5.20"
 
@@ -153,6 +155,26 @@ def wait_for_all(boots: list, started) -> tuple[list[dict], list[dict]]:
     return up, failed
 
 
+def processors_of(turn: int, count: int) -> list[int]:
+    """``count`` processors, others in the next turn, for all that is measured in it.
+
+    The processors of a shared machine differ by more than the sides do.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    return [usable[(turn * count + i) % len(usable)] for i in range(count)]
+
+
+def pin(process: psutil.Process, processors: list[int]) -> None:
+    """The main thread of a scheduler to the first processor, which it has to itself,
+    and all other threads of ``process`` to the rest."""
+    first, *rest = processors
+    for thread in process.threads():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread.id, rest)
+    if process.cmdline()[0].startswith("sglang::scheduler"):
+        os.sched_setaffinity(process.pid, [first])
+
+
 class Resident:
     """Processes of one boot of a side: a group of their own, which can be stopped.
 
@@ -164,9 +186,8 @@ class Resident:
 
     def __init__(self, side: Side, boot: int, log: Path, command: list[str], **popen):
         self.side, self.boot, self.log = side, boot, log
-        self.fences.unlink(
-            missing_ok=True
-        )  # an earlier run's counts are not this one's
+        # An earlier run's counts are not this one's.
+        self.fences.unlink(missing_ok=True)
         self._process = subprocess.Popen(
             command,
             env=side.environment(FENCE_PROBE_OUT=str(self.fences)),
@@ -192,7 +213,11 @@ class Resident:
         self._signal(signal.SIGCONT)
 
     @contextlib.contextmanager
-    def running(self):
+    def running(self, processors: list[int]):
+        """Runs on ``processors``, two at least, while the block runs."""
+        leader = psutil.Process(self._process.pid)
+        for process in (leader, *leader.children(recursive=True)):
+            pin(process, processors)
         self.resume()
         try:
             yield

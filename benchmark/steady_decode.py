@@ -12,9 +12,10 @@ import statistics
 from itertools import product
 
 import sides
-from bootstrap import by_boot, ratio_with_error
+from bootstrap import by_boot, paired_ratio_with_error
 from sides import RELEASE, Worker
 
+PROCESSORS = 4  # of an engine
 WARM_UP_TOKENS = 32  # an engine that was stopped has cold caches
 PROFILED_TOKENS = 128
 
@@ -38,31 +39,38 @@ def parse_args():
     return parser.parse_args()
 
 
+def step_ms(run):
+    return 1000 * run["seconds"] / run["steps"]
+
+
 def rows_of(runs, names, batches):
     rows = []
-    for batch, name in product(batches, names):
-        samples = by_boot(
-            (run["side"], run["boot"], 1000 * run["seconds"] / run["steps"])
-            for run in runs
-            if run["batch"] == batch
-        )
-        flat = sorted(t for boot in samples[name] for t in boot)
-        quartiles = statistics.quantiles(flat, n=4)
+    for batch in batches:
+        of_batch = [run for run in runs if run["batch"] == batch]
+        samples = by_boot((r["side"], r["boot"], step_ms(r)) for r in of_batch)
+        rounds = [
+            {name: {} for name in samples} for _ in {r["round"] for r in of_batch}
+        ]
+        for run in of_batch:
+            rounds[run["round"]][run["side"]][run["boot"]] = step_ms(run)
         reference = RELEASE if RELEASE in samples else names[0]
-        ratio, error = ratio_with_error(samples, name, reference)
-        rows.append(
-            {
-                "batch": batch,
-                "side": name,
-                "step_ms": round(statistics.median(flat), 4),
-                "quartiles_ms": [round(quartiles[0], 4), round(quartiles[2], 4)],
-                "boot_medians_ms": [
-                    round(statistics.median(boot), 4) for boot in samples[name]
-                ],
-                "speed_vs_release": round(ratio, 4),
-                "standard_error": round(error, 4),
-            }
-        )
+        for name in names:
+            times = sorted(t for boot in samples[name] for t in boot)
+            quartiles = statistics.quantiles(times, n=4)
+            ratio, error = paired_ratio_with_error(rounds, name, reference)
+            rows.append(
+                {
+                    "batch": batch,
+                    "side": name,
+                    "step_ms": round(statistics.median(times), 4),
+                    "quartiles_ms": [round(quartiles[0], 4), round(quartiles[2], 4)],
+                    "boot_medians_ms": [
+                        round(statistics.median(boot), 4) for boot in samples[name]
+                    ],
+                    "speed_vs_release": round(ratio, 4),
+                    "standard_error": round(error, 4),
+                }
+            )
     return rows
 
 
@@ -79,18 +87,20 @@ def summarise(result, names, args):
 def measure(workers, names, result, args):
     rng = random.Random(1)
     for round_ in range(args.rounds):
+        processors = sides.processors_of(round_, PROCESSORS)
         for worker in rng.sample(workers, len(workers)):
-            with worker.running():
-                worker.do(job="decode", batch=1, tokens=WARM_UP_TOKENS)
+            with worker.running(processors):
+                worker.do(job="decode", batch=args.batch[0], tokens=WARM_UP_TOKENS)
                 for batch in args.batch:
                     run = worker.do(job="decode", batch=batch, tokens=args.tokens)
                     who = {"side": worker.side.name, "boot": worker.boot}
-                    result["runs"].append({**who, "batch": batch, **run})
+                    who = {**who, "round": round_, "batch": batch}
+                    result["runs"].append({**who, **run})
         if round_:
             summarise(result, names, args)
     for worker, batch in product(workers, args.profile_batch):
         if worker.boot == 0:
-            with worker.running():
+            with worker.running(sides.processors_of(0, PROCESSORS)):
                 profile = worker.do(job="profile", batch=batch, tokens=PROFILED_TOKENS)
             result["profiles"].append({"side": worker.side.name, **profile})
             summarise(result, names, args)

@@ -97,19 +97,24 @@ def release_time(axes, rows, color_of):
     bars = Bars(axes, rows, color_of)
     for x, row, color in bars:
         fence = row["fence"]
+        percent = 100 / fence["step_ms"]
         verify_start = fence["released_ms"] - fence["released_in_verify_ms"]
-        bars.bar(x, fence["step_ms"], color, alpha=0.3)
-        bars.bar(x, fence["verify_ms"], color, bottom=verify_start, alpha=0.75)
+        bars.bar(x, 100, color, alpha=0.3)
+        bars.bar(
+            *(x, percent * fence["verify_ms"], color),
+            bottom=percent * verify_start,
+            alpha=0.75,
+        )
         half = bars.width / 2
+        released = percent * fence["released_ms"]
         axes.plot(
-            *([x - half, x + half], [fence["released_ms"]] * 2),
+            *([x - half, x + half], [released] * 2),
             color="#c0182b",
             linewidth=2.5,
             solid_capstyle="butt",
         )
-        top = max(fence["step_ms"], fence["released_ms"])
-        bars.label(x, top, f"{100 * fence['share_of_step']:.0f}")
-    bars.finish("time in the step, ms", *cost_labels(bars))
+        bars.label(x, max(100, released), f"{fence['step_ms']:.3g}")
+    bars.finish("time in the step, %", *cost_labels(bars))
 
 
 def host_cost(axes, rows, color_of):
@@ -153,7 +158,7 @@ PANELS = (
     (
         "staging_cost",
         release_time,
-        "When a step releases the scheduler (figure: % of the step)",
+        "When a step releases the scheduler (figure: GPU ms of the step)",
         (
             (neutral(alpha=0.3), "step"),
             (neutral(alpha=0.75), "verify"),

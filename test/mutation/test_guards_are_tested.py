@@ -442,8 +442,8 @@ MUTATIONS = [
     mutation(
         "every depth stages by itself",
         RUNNER,
-        "        self._share_staged_metadata()\n",
-        "",
+        "            self._share_staged_metadata()\n",
+        "            pass\n",
         f"{SHARED}.test_depths_that_are_alike_are_staged_once",
         f"{TRITON_SHARED}.test_depths_that_are_alike_are_staged_once",
     ),
@@ -457,23 +457,55 @@ MUTATIONS = [
     mutation(
         "a child of another type is asked to share",
         SCONV,
-        "            alike = type(stager) is type(backend)\n",
-        "            alike = True\n",
+        "                type(others) is type(child)\n                and ",
+        "                ",
         f"{SHARED}.test_a_child_of_another_type_is_staged",
     ),
     mutation(
         "what a depth shares is staged again",
         SCONV,
-        "[s for s in self._draft_extend_stagers if s in self.attn_backend_list]",
-        "self._draft_extend_stagers",
+        "        for attn_backend in self._children_to_stage:\n",
+        "        for attn_backend in self.attn_backend_list:\n",
         f"{SHARED}.test_depths_with_sliding_window_slots_share_the_conv_slots",
     ),
     mutation(
-        "capture leaves what another depth fills unset",
+        "a depth forgets what it shares with another",
         SCONV,
-        "            for attn_backend in self._draft_extend_stagers:\n",
-        "            for attn_backend in self._own_draft_extend_stagers():\n",
-        f"{GRAPHS}.test_capture_stages_what_another_depth_fills",
+        "            if child in self._children_to_stage\n            and not (",
+        "            if not (",
+        f"{SHARED}.test_banded_depths_beside_full_ones",
+    ),
+    mutation(
+        "capture fills only what the depth stages",
+        SCONV,
+        "            # for it: give it the dummy batch's slots.\n"
+        "            for attn_backend in self.attn_backend_list:\n",
+        "            # for it: give it the dummy batch's slots.\n"
+        "            for attn_backend in self._children_to_stage:\n",
+        f"{GRAPHS}.test_capture_of_a_later_depth_fills_what_it_shares",
+    ),
+    mutation(
+        "capture fills the depth's own conv slots",
+        SCONV,
+        "        self._draft_extend_stager._prepare_slot_indices(forward_batch)\n",
+        "        self._prepare_slot_indices(forward_batch)\n",
+        f"{GRAPHS}.test_capture_of_a_later_depth_fills_what_it_shares",
+    ),
+    mutation(
+        "depths share beside a plan stream",
+        RUNNER,
+        "        if not self.eagle_worker.plan_stream:\n            self._share",
+        "        if True:\n            self._share",
+        f"{SHARED}.test_nothing_is_shared_beside_a_plan_stream",
+    ),
+    mutation(
+        "FlashAttention's captured metadata is dropped",
+        FLASH,
+        "            for name in self.draft_extend_metadata:\n"
+        "                self.draft_extend_metadata[name] = other.draft_extend_metadata[name]\n",
+        "            self.draft_extend_metadata = other.draft_extend_metadata\n",
+        f"{SHARED}.test_what_a_captured_graph_owns_lives_on",
+        f"{SHARED}.test_banded_depths_beside_full_ones",
     ),
     mutation(
         "FlashAttention shares sliding-window tables",
@@ -493,8 +525,8 @@ MUTATIONS = [
     mutation(
         "FlashAttention's shared tables are its own",
         FLASH,
-        "            self.draft_extend_metadata = other.draft_extend_metadata\n",
-        "            pass\n",
+        "                self.draft_extend_metadata[name] = other.draft_extend_metadata[name]\n",
+        "                pass\n",
         f"{BUFFERS}.test_without_sliding_window_pool",
     ),
     mutation(
@@ -507,8 +539,8 @@ MUTATIONS = [
     mutation(
         "shared conv slots lie in the depth's own buffer",
         SCONV,
-        "self._draft_extend_stager._cache_indices_buf",
-        "self._cache_indices_buf",
+        "        staged_slots = self._draft_extend_stager._cache_indices_buf\n",
+        "        staged_slots = self._cache_indices_buf\n",
         f"{POISON}.test_page_size_16",
     ),
     mutation(

@@ -134,7 +134,10 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
                 f"{type(backends[0]).__name__} keeps its metadata in the draft graph"
             )
             return
-        self._share_staged_metadata()
+        # An eager draft extend plans its first depth on the plan stream, which does not
+        # wait for the later depths' graphs.
+        if not self.eagle_worker.plan_stream:
+            self._share_staged_metadata()
 
     def _share_staged_metadata(self):
         """Leave to ``stage`` only the depths whose metadata no earlier depth stages:

@@ -16,6 +16,7 @@ from draft_extend_staging_fixture import (
     LAUNCHES,
     NUM_STEPS,
     SLIDING_WINDOW,
+    RecordingStream,
     bucket_of,
     build_backend,
     build_model_runner,
@@ -44,6 +45,7 @@ from sglang.srt.layers.attention.linear.inkling_sconv_backend import (
 )
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import multi_layer_eagle_worker_v2 as worker_module
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -500,10 +502,17 @@ class TestDraftGraphs(StagingTestCase):
         wrapper = stack.backends[0]
         self.check_capture_stages(stack, wrapper, wrapper.attn_backend_list)
 
-    def test_capture_stages_what_another_depth_fills(self):
+    def test_capture_of_a_later_depth_fills_what_it_shares(self):
         stack = self.build(swa=False)
         first, second = stack.backends[:2]
-        self.check_capture_stages(stack, second, first.attn_backend_list)
+        conv_slots = first.short_conv_backend._cache_indices_buf
+        page_table = first.full_attn_backend.draft_extend_metadata["page_table"]
+        for buffer in (conv_slots, page_table):
+            buffer.fill_(7)
+        forward_batch = stack.runner.runners[0].get_forward_batch(2)
+        second.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        self.assertFalse(conv_slots[:2].any())
+        self.assertFalse(page_table[:2, 0].any())
 
     def check_capture_stages(self, stack, wrapper, stagers):
         forward_batch = stack.runner.runners[0].get_forward_batch(2)
@@ -565,6 +574,58 @@ class TestSharedMetadata(StagingTestCase):
         self.assertEqual(stack.runner.staged_backends, stack.backends)
         self.assert_staging_graphs_hold(stack, kernels=NUM_STEPS, gathers=1)
 
+    def build_with_banded(self, *banded, **kwargs):
+        """Only these depths have sliding-window slots."""
+        full_pool = None
+        depth = itertools.count()
+
+        def make_backend(model_runner):
+            nonlocal full_pool
+            if next(depth) not in banded:
+                full_pool = full_pool or self.full_pool()
+                model_runner.token_to_kv_pool = full_pool
+            return build_backend(model_runner)
+
+        return self.build(make_backend=make_backend, **kwargs)
+
+    @staticmethod
+    def full_pool():
+        _, kv_pool, _ = build_pools(max_reqs=4, page_size=16, swa=False)
+        return kv_pool
+
+    def test_banded_depths_beside_full_ones(self):
+        for banded, single_graph in itertools.product(
+            ((0,), (1,), (0, 1)), (False, True)
+        ):
+            with self.subTest(banded=banded, single_graph=single_graph):
+                stack = self.build_with_banded(*banded, single_graph=single_graph)
+                # A banded depth has a window table; its other tables are anyone's.
+                stagers = [stack.backends[depth] for depth in sorted({0, *banded})]
+                self.assertEqual(stack.runner.staged_backends, stagers)
+                batch = fill_mappings(stack, [40, 7, 100])
+                scribble_over_staged_buffers(stack)
+                stage(stack, batch)
+                self.assert_staged(stack, batch)
+
+    def test_what_a_captured_graph_owns_lives_on(self):
+        """Attention keeps per-graph buffers on the metadata it was captured with."""
+        for single_graph in (False, True):
+            stack = self.build(swa=False, single_graph=single_graph)
+            for runner, backend in zip(stack.runner.runners, stack.backends):
+                captured = runner.model_runner.model.metadata
+                kept = backend.full_attn_backend.draft_extend_metadata
+                for bs in stack.runner.capture_bs:
+                    self.assertIs(kept[bs], captured[bs])
+
+    def test_nothing_is_shared_beside_a_plan_stream(self):
+        with mock.patch.object(
+            worker_module,
+            "get_plan_stream",
+            return_value=(RecordingStream(), contextlib.nullcontext()),
+        ):
+            stack = self.build(swa=False)
+        self.assertEqual(stack.runner.staged_backends, stack.backends)
+
     def build_with_depth_1(self, make_backend):
         """A stack whose second depth has a backend of another type."""
         depth = itertools.count()
@@ -610,7 +671,7 @@ class TestSharedMetadata(StagingTestCase):
         child = second.full_attn_backend
         child.req_to_token = child.req_to_token.clone()
         self.assertFalse(second.share_staged_draft_extend_metadata(first))
-        self.assertEqual(second._own_draft_extend_stagers(), [child])
+        self.assertEqual(second._children_to_stage, [child])
 
     def test_another_conv_slot_mapping_is_not_shared(self):
         first, second = self.two_depths(swa=False)
@@ -619,9 +680,7 @@ class TestSharedMetadata(StagingTestCase):
             pool.req_index_to_mamba_index_mapping.clone()
         )
         self.assertFalse(second.share_staged_draft_extend_metadata(first))
-        self.assertEqual(
-            second._own_draft_extend_stagers(), [second.short_conv_backend]
-        )
+        self.assertEqual(second._children_to_stage, [second.short_conv_backend])
 
     def test_an_eager_forward_of_a_later_depth_changes_nothing_staged(self):
         stack = self.build(swa=False)

@@ -46,13 +46,15 @@ class AttentionBackend:
         return False
 
     def share_staged_draft_extend_metadata(self, other: AttentionBackend) -> bool:
-        """Ask, before any capture, to read what ``other``, the same type's backend of
-        an earlier draft depth, stages ahead of the same replays.
+        """Ask, before any capture, to read what ``other`` stages. ``other`` has this
+        backend's type, belongs to an earlier draft depth and is staged ahead of the
+        same replays.
 
         True if both would stage the same values: this backend's draft graphs then
-        read ``other``'s buffers, and the runner does not stage it. Only ``other``
-        writes them, before verify and on the forward stream, which orders every
-        depth's reads behind that. False (the default): it is staged by itself.
+        read ``other``'s buffers, which ``other`` fills on the forward stream, and the
+        runner does not stage this one. Between the staging of a replay and the last
+        depth's end nothing else may write them. False (the default): it is staged by
+        itself.
         """
         return False
 
@@ -72,8 +74,8 @@ class AttentionBackend:
         ``out_cache_loc`` ``[bs * tokens_per_req]`` int64. None of them depends
         on the verify result.
 
-        May write only this backend's own buffers, and of those only what its
-        draft-extend graph reads. Afterwards the scheduler may rewrite the
+        May write only what this backend's draft-extend graph reads: its own buffers,
+        or those it shares. Afterwards the scheduler may rewrite the
         mappings at any time: nothing on the draft-extend path may read them
         again.
         """

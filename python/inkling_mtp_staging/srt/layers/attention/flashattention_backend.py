@@ -23,14 +23,17 @@ class FlashAttentionBackend:
         )
 
     def share_staged_draft_extend_metadata(self, other: FlashAttentionBackend) -> bool:
-        # A depth with sliding-window slots translates through a pool of its own.
+        # Tables of sliding-window slots come through a mapping that each such depth
+        # has to itself; those of full slots are the same for all.
         shares = (
             not self.use_sliding_window_kv_pool
             and self.req_to_token is other.req_to_token
         )
         if shares:
-            # Buffers, and at each batch size a view of them.
-            self.draft_extend_metadata = other.draft_extend_metadata
+            # The buffers alone: what a graph captured at a batch size also owns
+            # must live as long as that graph.
+            for name in self.draft_extend_metadata:
+                self.draft_extend_metadata[name] = other.draft_extend_metadata[name]
         return shares
 
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:

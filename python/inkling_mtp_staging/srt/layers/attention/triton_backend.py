@@ -154,7 +154,7 @@ class TritonAttnBackend:
             and self.sliding_window_size == other.sliding_window_size
         )
         if shares:
-            self._draft_extend_stager = other
+            self._draft_extend_stager = other._draft_extend_stager
         return shares
 
     def _full_to_swa_mapping(self) -> Optional[torch.Tensor]:
@@ -164,7 +164,7 @@ class TritonAttnBackend:
 
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
         # Same kernel, same destinations as in the graph; only the time differs.
-        self.init_forward_metadata_in_graph(forward_batch)
+        self._draft_extend_stager.init_forward_metadata_in_graph(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """DRAFT_EXTEND_V2 metadata, in one launch and into this backend's own buffers,

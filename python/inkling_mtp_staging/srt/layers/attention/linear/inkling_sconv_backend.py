@@ -70,7 +70,7 @@ class InklingShortConvAttnBackend:
         # This backend's own buffer stays: its other graphs have captured it.
         shares = self._slot_mapping is other._slot_mapping
         if shares:
-            self._draft_extend_stager = other
+            self._draft_extend_stager = other._draft_extend_stager
         return shares
 
     @property
@@ -78,7 +78,7 @@ class InklingShortConvAttnBackend:
         return self.req_to_token_pool.req_index_to_mamba_index_mapping
 
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._prepare_slot_indices(forward_batch)
+        self._draft_extend_stager._prepare_slot_indices(forward_batch)
 
     def init_staged_draft_extend_metadata_in_graph(
         self, forward_batch: ForwardBatch
@@ -150,28 +150,27 @@ class InklingShortConvHybridAttnBackend:
 
     def enable_draft_extend_metadata_staging(self) -> bool:
         self.draft_extend_metadata_staged = self.supports_draft_extend_metadata_staging
-        # For each child, who fills what its draft-extend graphs read: itself, or the
-        # same child of an earlier depth.
-        self._draft_extend_stagers: List[AttentionBackend] = [*self.attn_backend_list]
+        # Not those that read what an earlier depth's child stages.
+        self._children_to_stage: List[AttentionBackend] = [*self.attn_backend_list]
         return self.draft_extend_metadata_staged
 
     def share_staged_draft_extend_metadata(
         self, other: InklingShortConvHybridAttnBackend
     ) -> bool:
         """Child by child: True only if no child is left to stage."""
-        stagers = self._draft_extend_stagers
-        for i, backend in enumerate(self.attn_backend_list):
-            stager = other._draft_extend_stagers[i]
-            alike = type(stager) is type(backend)
-            if alike and backend.share_staged_draft_extend_metadata(stager):
-                stagers[i] = stager
-        return not self._own_draft_extend_stagers()
-
-    def _own_draft_extend_stagers(self) -> List[AttentionBackend]:
-        return [s for s in self._draft_extend_stagers if s in self.attn_backend_list]
+        self._children_to_stage = [
+            child
+            for child, others in zip(self.attn_backend_list, other.attn_backend_list)
+            if child in self._children_to_stage
+            and not (
+                type(others) is type(child)
+                and child.share_staged_draft_extend_metadata(others)
+            )
+        ]
+        return not self._children_to_stage
 
     def stage_draft_extend_metadata(self, forward_batch: ForwardBatch) -> None:
-        for attn_backend in self._own_draft_extend_stagers():
+        for attn_backend in self._children_to_stage:
             attn_backend.stage_draft_extend_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(
@@ -181,7 +180,7 @@ class InklingShortConvHybridAttnBackend:
         if in_capture and self._is_staged(forward_batch):
             # The capture warm-up runs the graph body before any step staged
             # for it: give it the dummy batch's slots.
-            for attn_backend in self._draft_extend_stagers:
+            for attn_backend in self.attn_backend_list:
                 attn_backend.stage_draft_extend_metadata(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch):

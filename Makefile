@@ -10,7 +10,7 @@ UV := $(shell command -v uv || echo .tools/bin/uv)
 SOURCES := $(wildcard python test benchmark demo)
 GPU_TESTS := test/registered/spec
 GPU_CONFIGS := page1_combined page16_per_step page128_no_front page1_eight_steps \
-    banded banded_per_step switched_off \
+    wide_groups banded banded_per_step switched_off \
     triton_page1_combined triton_page16_per_step triton_no_front \
     triton_no_front_switched_off
 RELEASED := dist/released

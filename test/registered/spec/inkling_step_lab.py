@@ -47,6 +47,7 @@ class LabConfig:
     capture_bs: Sequence[int] = tuple(CAPTURE_BS)
     num_requests: int = NUM_REQUESTS
     row_tokens: int = ROW_TOKENS
+    num_heads: int = 4
 
     def __post_init__(self):
         if self.row_tokens % self.page_size:
@@ -75,7 +76,7 @@ def write_model(path: str, config: LabConfig) -> None:
         dense_intermediate_size=1024,
         num_hidden_layers=4,
         dense_mlp_idx=4,
-        num_attention_heads=4,
+        num_attention_heads=config.num_heads,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
         d_rel=16,

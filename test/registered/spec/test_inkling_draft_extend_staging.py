@@ -34,6 +34,9 @@ def configs():
             LabConfig("page16_per_step", page_size=16, combined=False),
             LabConfig("page128_no_front", page_size=128, boundary_kv_fix=False),
             LabConfig("page1_eight_steps", num_steps=8, capture_bs=(1, 4, 16)),
+            # 16 query heads a KV head: a window fills more than one block of 128 rows,
+            # and captured attention keeps a schedule that only its metadata owns.
+            LabConfig("wide_groups", num_heads=32),
             # Depths 0 and 1 alone can be banded on 0.5.19: see the findings.
             LabConfig("banded", mtp_local_layer_ids=(1,)),
             LabConfig("banded_per_step", mtp_local_layer_ids=(0, 1), combined=False),

@@ -58,8 +58,9 @@ RANKS_DP = f"{_RANKS}.TestDPAttention"
 RANKS_GRAPHS = f"{_RANKS}.TestGraphOrEager"
 RANKS_PADDED = f"{_RANKS}.TestPaddedVerify"
 
-# Where the commit and the Triton backend fall back to what the release always does.
+# Where the commit, sharing and the Triton backend keep what the release always does.
 AS_RELEASED = {
+    f"{SHARED}.test_what_a_captured_graph_owns_lives_on",
     f"{TRITON_CAPABILITY}.test_only_draft_extend_is_recorded",
     f"{TRITON_GRAPHS}.test_switched_off_the_single_graph_refuses_it",
     f"{TRITON_VERIFY}.test_it_is_what_the_release_builds",
@@ -473,7 +474,7 @@ MUTATIONS = [
         SCONV,
         "            if child in self._children_to_stage\n            and not (",
         "            if not (",
-        f"{SHARED}.test_banded_depths_beside_full_ones",
+        f"{SHARED}.test_what_is_shared_with_one_depth_stays_shared",
     ),
     mutation(
         "capture fills only what the depth stages",

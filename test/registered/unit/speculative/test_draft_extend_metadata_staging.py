@@ -659,28 +659,44 @@ class TestSharedMetadata(StagingTestCase):
         self.assertEqual(stack.runner.staged_backends, stack.backends[:2])
         self.assert_staging_graphs_hold(stack, kernels=2, gathers=2)
 
-    def two_depths(self, **kwargs):
-        first, second, *_ = self.build(capture=False, **kwargs).backends
-        for backend in (first, second):
+    def depths(self, count, **kwargs):
+        backends = self.build(capture=False, **kwargs).backends[:count]
+        for backend in backends:
             backend.init_cuda_graph_state(4, 4 * (NUM_STEPS + 1))
             self.assertTrue(backend.enable_draft_extend_metadata_staging())
-        return first, second
+        return backends
 
     def test_another_request_mapping_is_not_shared(self):
-        first, second = self.two_depths(swa=False)
+        first, second = self.depths(2, swa=False)
         child = second.full_attn_backend
         child.req_to_token = child.req_to_token.clone()
         self.assertFalse(second.share_staged_draft_extend_metadata(first))
         self.assertEqual(second._children_to_stage, [child])
 
     def test_another_conv_slot_mapping_is_not_shared(self):
-        first, second = self.two_depths(swa=False)
+        first, second = self.depths(2, swa=False)
         pool = second.short_conv_backend.req_to_token_pool
         pool.req_index_to_mamba_index_mapping = (
             pool.req_index_to_mamba_index_mapping.clone()
         )
         self.assertFalse(second.share_staged_draft_extend_metadata(first))
         self.assertEqual(second._children_to_stage, [second.short_conv_backend])
+
+    def test_what_is_shared_with_one_depth_stays_shared(self):
+        first, second, third = self.depths(3, swa=False)
+        mapping = first.full_attn_backend.req_to_token.clone()
+        for backend in (second, third):
+            backend.full_attn_backend.req_to_token = mapping
+        pool = second.short_conv_backend.req_to_token_pool
+        pool.req_index_to_mamba_index_mapping = (
+            pool.req_index_to_mamba_index_mapping.clone()
+        )
+        self.assertFalse(third.share_staged_draft_extend_metadata(first))
+        self.assertEqual(third._children_to_stage, [third.full_attn_backend])
+        self.assertTrue(third.share_staged_draft_extend_metadata(second))
+        self.assertIs(
+            third.short_conv_backend._draft_extend_stager, first.short_conv_backend
+        )
 
     def test_an_eager_forward_of_a_later_depth_changes_nothing_staged(self):
         stack = self.build(swa=False)

@@ -166,13 +166,14 @@ def processors_of(turn: int, count: int) -> list[int]:
 
 def pin(process: psutil.Process, processors: list[int]) -> None:
     """The main thread of a scheduler to the first processor, which it has to itself,
-    and all other threads of ``process`` to the rest."""
+    and all other threads of ``process`` to the rest. One that has ended is left."""
     first, *rest = processors
-    for thread in process.threads():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(thread.id, rest)
-    if process.cmdline()[0].startswith("sglang::scheduler"):
-        os.sched_setaffinity(process.pid, [first])
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, rest)
+        if " ".join(process.cmdline()).startswith("sglang::scheduler"):
+            os.sched_setaffinity(process.pid, [first])
 
 
 class Resident:

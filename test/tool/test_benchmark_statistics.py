@@ -88,18 +88,33 @@ def test_a_paused_side_runs_only_in_its_turn_and_on_its_processors(resident):
     wait_for(psutil.STATUS_STOPPED, resident)
 
 
+@pytest.fixture
+def scheduler():
+    """A process of the name SGLang gives its schedulers."""
+    name, program = "sglang::scheduler_TP0", "print(flush=True)\n" + SPIN
+    with subprocess.Popen(
+        [name, "-c", program], executable=sys.executable, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()  # the name shows only once exec has ended
+        yield process
+        process.kill()
+
+
 @two_processors
-def test_a_scheduler_has_a_processor_to_itself(tmp_path):
-    name = "sglang::scheduler_TP0"
-    command = ["bash", "-c", f'exec -a {name} "{sys.executable}" -c "{SPIN}"']
-    with subprocess.Popen(command) as scheduler:
-        process = psutil.Process(scheduler.pid)
-        while process.cmdline()[0] != name:
-            time.sleep(0.01)
-        first, second = sides.processors_of(0, 2)
-        sides.pin(process, [first, second])
-        assert os.sched_getaffinity(scheduler.pid) == {first}
-        scheduler.kill()
+def test_a_scheduler_has_a_processor_to_itself(scheduler):
+    first, second = sides.processors_of(0, 2)
+    sides.pin(psutil.Process(scheduler.pid), [first, second])
+    assert os.sched_getaffinity(scheduler.pid) == {first}
+
+
+@two_processors
+def test_a_process_that_has_ended_is_not_pinned(scheduler):
+    process = psutil.Process(scheduler.pid)
+    scheduler.kill()
+    os.waitid(os.P_PID, scheduler.pid, os.WEXITED | os.WNOWAIT)
+    sides.pin(process, sides.processors_of(0, 2))
+    scheduler.wait()
+    sides.pin(process, sides.processors_of(0, 2))
 
 
 def test_a_side_is_ended_however_the_block_is_left(tmp_path):

@@ -342,22 +342,22 @@ MUTATIONS = [
     mutation(
         "the front of a short sequence",
         RUNNER,
-        "tl.maximum(num_front_tokens - valid_len, num_front_tokens - seq_len), 0\n",
-        "num_front_tokens - valid_len, 0\n",
+        "tl.maximum(NUM_FRONT_TOKENS - valid_len, NUM_FRONT_TOKENS - seq_len), 0\n",
+        "NUM_FRONT_TOKENS - valid_len, 0\n",
         f"{BUFFERS}.test_page_size_1",
     ),
     mutation(
         "the front rows that warm the convs up",
         RUNNER,
-        "first_valid + num_warmup_tokens, num_front_tokens)\n        has_data",
-        "first_valid, num_front_tokens)\n        has_data",
+        "first_valid + NUM_WARMUP_TOKENS, NUM_FRONT_TOKENS)\n        has_data",
+        "first_valid, NUM_FRONT_TOKENS)\n        has_data",
         f"{BUFFERS}.test_page_size_1",
     ),
     # padded rows
     mutation(
         "stale lengths when staged",
         RUNNER,
-        "        tl.store(seq_lens_ptr + i, seq_len_fill_value)\n",
+        "        tl.store(seq_lens_ptr + i, SEQ_LEN_FILL_VALUE)\n",
         "",
         f"{BUFFERS}.test_rows_of_a_larger_batch_do_not_survive",
     ),

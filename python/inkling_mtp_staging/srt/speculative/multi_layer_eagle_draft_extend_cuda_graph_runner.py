@@ -28,32 +28,31 @@ def _stage_draft_extend_window_kernel(
     src_seq_lens_ptr,  # [raw_bs] lengths before verify
     src_req_pool_indices_ptr,  # [raw_bs]
     req_to_token_ptr,
-    stash_valid_lens_ptr,  # [req_pool_size] int32 (dummy when HAS_FRONT is False)
+    stash_valid_lens_ptr,  # [req_pool_size] int32 (dummy without front tokens)
     # the draft's static buffers
     seq_lens_ptr,  # [max_bs] int32
     req_pool_indices_ptr,  # [max_bs] int64
     out_cache_loc_ptr,  # [max_bs * width] int64
     positions_ptr,  # [max_bs * width] int64
-    req_to_token_stride,
     raw_bs,
-    num_draft_tokens,
-    num_front_tokens,
-    num_warmup_tokens,
-    width,
-    seq_len_fill_value,
-    HAS_FRONT: tl.constexpr,
+    # the same at every launch: a constant costs the host less than an argument
+    REQ_TO_TOKEN_STRIDE: tl.constexpr,
+    NUM_FRONT_TOKENS: tl.constexpr,
+    NUM_WARMUP_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
+    SEQ_LEN_FILL_VALUE: tl.constexpr,
 ):
     """One program per row of the padded batch. Real rows take the window locs and
     positions of compute_widened_draft_extend_locs_positions_kernel; padded rows
     point at request slot 0, KV slot 0 and position 0."""
     i = tl.program_id(0)
     offs = tl.arange(0, WIDTH_BLOCK)
-    in_width = offs < width
-    row = i.to(tl.int64) * width + offs
+    in_width = offs < WIDTH
+    row = i.to(tl.int64) * WIDTH + offs
 
     if i >= raw_bs:
-        tl.store(seq_lens_ptr + i, seq_len_fill_value)
+        tl.store(seq_lens_ptr + i, SEQ_LEN_FILL_VALUE)
         tl.store(req_pool_indices_ptr + i, 0)
         zeros = tl.zeros((WIDTH_BLOCK,), dtype=tl.int64)
         tl.store(out_cache_loc_ptr + row, zeros, mask=in_width)
@@ -62,23 +61,23 @@ def _stage_draft_extend_window_kernel(
 
     seq_len = tl.load(src_seq_lens_ptr + i).to(tl.int64)
     req = tl.load(src_req_pool_indices_ptr + i).to(tl.int64)
-    tl.store(seq_lens_ptr + i, (seq_len + num_draft_tokens).to(tl.int32))
+    tl.store(seq_lens_ptr + i, (seq_len + WIDTH - NUM_FRONT_TOKENS).to(tl.int32))
     tl.store(req_pool_indices_ptr + i, req)
 
-    pos = seq_len - num_front_tokens + offs
-    if HAS_FRONT:
+    pos = seq_len - NUM_FRONT_TOKENS + offs
+    if NUM_FRONT_TOKENS > 0:
         valid_len = tl.load(stash_valid_lens_ptr + req).to(tl.int64)
         first_valid = tl.maximum(
-            tl.maximum(num_front_tokens - valid_len, num_front_tokens - seq_len), 0
+            tl.maximum(NUM_FRONT_TOKENS - valid_len, NUM_FRONT_TOKENS - seq_len), 0
         )
-        first_written = tl.minimum(first_valid + num_warmup_tokens, num_front_tokens)
+        first_written = tl.minimum(first_valid + NUM_WARMUP_TOKENS, NUM_FRONT_TOKENS)
         has_data = offs >= first_valid
         writes_kv = offs >= first_written
     else:
         has_data = in_width
         writes_kv = in_width
     loc = tl.load(
-        req_to_token_ptr + req * req_to_token_stride + pos,
+        req_to_token_ptr + req * REQ_TO_TOKEN_STRIDE + pos,
         mask=in_width & writes_kv,
         other=0,
     ).to(tl.int64)
@@ -206,6 +205,7 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
                 0, (self.max_bs + 1) * self.captured_req_width, self.captured_req_width
             )
         ]
+        self._width_block = triton.next_power_of_2(self.captured_req_width)
         no_requests = torch.empty(0, dtype=torch.int64, device=self.device)
         self._stage_window(no_requests, no_requests, self.max_bs)
         for bs in self.capture_bs:
@@ -225,7 +225,6 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
         buffers = self.buffers
         worker = self.eagle_worker
         req_to_token = worker.req_to_token_pool.req_to_token
-        width = self.captured_req_width
         _stage_draft_extend_window_kernel[(bs,)](
             seq_lens,
             req_pool_indices,
@@ -235,15 +234,13 @@ class MultiLayerEagleMultiStepDraftExtendCudaGraphRunner:
             buffers.req_pool_indices,
             buffers.out_cache_loc,
             buffers.positions,
-            req_to_token.stride(0),
             seq_lens.shape[0],
-            width - self.num_front_tokens,
-            self.num_front_tokens,
-            worker.draft_extend_num_warmup_tokens,
-            width,
-            self.seq_len_fill_value,
-            HAS_FRONT=self.num_front_tokens > 0,
-            WIDTH_BLOCK=triton.next_power_of_2(width),
+            REQ_TO_TOKEN_STRIDE=req_to_token.stride(0),
+            NUM_FRONT_TOKENS=self.num_front_tokens,
+            NUM_WARMUP_TOKENS=worker.draft_extend_num_warmup_tokens,
+            WIDTH=self.captured_req_width,
+            WIDTH_BLOCK=self._width_block,
+            SEQ_LEN_FILL_VALUE=self.seq_len_fill_value,
         )
 
     def stage(self, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor):

@@ -13,15 +13,9 @@ GPU_CONFIGS := page1_combined page16_per_step page128_no_front page1_eight_steps
     wide_groups banded banded_per_step switched_off \
     triton_page1_combined triton_page16_per_step triton_no_front \
     triton_no_front_switched_off
-RELEASED := dist/released
-SIDES := --side 0.5.19=$(RELEASED) --side '0.5.19 patched='
-BENCHMARK := --model dist/model $(SIDES)
-BACKENDS := fa4 default
-COST := benchmark/staging_cost.py --steps 3
-LONG := --batch 8 --seq-len 1024 32768 131072 --repeats 100
 RELEASE ?=
 
-.PHONY: demo test lint diff drift gpu test-gpu benchmark clean
+.PHONY: demo test lint diff drift gpu test-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/inkling-mtp-staging apply
@@ -66,29 +60,9 @@ test-gpu: gpu
 	done
 	$(BIN)/python $(GPU_TESTS)/test_inkling_mtp_end_to_end.py
 
-# JSON files, a table and a figure in dist/: what a step costs, steady decoding,
-# serving under churn, on FlashAttention and on the backend that SGLang picks. More sides:
-# make benchmark SIDES="... --side '0.5.20=FOLDER'".
-benchmark: gpu
-	mkdir -p dist
-	$(UV) pip install --quiet --python $(BIN)/python --editable '.[dev,benchmark]'
-	$(BIN)/inkling-mtp-staging apply
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(RELEASED) '$(SGLANG)'
-	$(BIN)/python -m inkling_mtp_staging.tiny_inkling dist/model --layers 16 --hidden 2048
-	set -e; for backend in $(BACKENDS); do \
-	    out=dist/benchmark-$$backend; flags="--attention-backend $$backend"; \
-	    for side in patched released; do \
-	        export PYTHONPATH=; \
-	        test $$side = patched || PYTHONPATH=$(CURDIR)/$(RELEASED); \
-	        $(BIN)/python $(COST) $$flags --out $$out-cost-$$side.json; \
-	        $(BIN)/python $(COST) $(LONG) $$flags --out $$out-cost-long-$$side.json; \
-	    done; \
-	    export PYTHONPATH=; flags="$$flags --logs dist/logs/$$backend"; \
-	    $(BIN)/python benchmark/steady_decode.py $(BENCHMARK) $$flags --out $$out-steady.json; \
-	    $(BIN)/python benchmark/serving.py $(BENCHMARK) $$flags --out $$out-serving.json; \
-	done
-	$(BIN)/python benchmark/plot.py dist/benchmark-*.json --out dist/benchmark.svg
-	$(BIN)/python benchmark/table.py dist/benchmark-*.json | tee dist/benchmark.md
+# JSON files, a table and a figure in dist/: what a step costs, steady decoding, serving
+# under churn, on FlashAttention and on the backend that SGLang picks.
+include benchmark/benchmark.mk
 
 clean:
 	rm -rf $(VENV) .tools .drift dist
